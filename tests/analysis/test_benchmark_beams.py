@@ -136,7 +136,7 @@ def test_figures_draw_the_record(measured):
     assert (row.gamma, row.verifier, row.alpha, row.differ) == (2, "2 beams, u = 40", None, 0)
     assert row.tokens_per_call == record["searches"][1]["stats"]["steps_per_target_call"]
     text = page.report([(pathlib.Path("beams.json"), parse(record))])
-    assert "Improvement over plain beam search" in text and text.count("2 beams, u = 40") == 2
+    assert "Improvement over plain beam search" in text and text.count("2 beams, u = 40") >= 3
     assert "Time of t5x&#39;s own decoding over ours" in text
     axes = plots.draw_wall_time(record).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == [

@@ -189,10 +189,11 @@ def test_summary_and_figures_show_the_record(measured):
     assert row.verifier == f"tree {STATIC}, gumbel" and row.verify_cost == static["verify_cost"]
     assert (row.improvement.median, row.differ) == (static["improvement"]["median"], 0)
     html = page.report([(pathlib.Path("trees.json"), parse(record))])
-    assert html.count(f"tree {STATIC}, gumbel") == 2  # in the table and beside its bar
+    # In tables 2 and of the run, and beside its bar.
+    assert html.partition('id="measured-1"')[2].count(f"tree {STATIC}, gumbel") == 3
     tokens = f"{static['stats']['tokens_per_target_call']:.2f}"
     cells = "".join(f"<td>{value}</td>" for value in (7, 3, "4.00", tokens))
-    assert f'<td class="text">tree {STATIC}</td>{cells}' in html
+    assert f'<th scope="row" class="text">tree {STATIC}</th>{cells}' in html
     axes = plots.draw_wall_time(record).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "plain",

@@ -10,7 +10,17 @@ import sys
 
 import gin
 import pytest
-from sample_records import AGAINST, BENCHMARK, COMPARED, ESTIMATE, MACHINE, MEASURE, SHOWN, parse
+from sample_records import (
+    ACCELERATOR,
+    AGAINST,
+    BENCHMARK,
+    COMPARED,
+    ESTIMATE,
+    MACHINE,
+    MEASURE,
+    SHOWN,
+    parse,
+)
 
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.report import page as report_page
@@ -165,13 +175,12 @@ def test_rows_of_every_kind_of_record():
 
 def test_the_compilers_estimates_are_called_that():
     text = write_page([("tpu.json", ESTIMATE)])
-    measured, _, estimated = text.partition("<h2>Estimated, not measured</h2>")
+    measured, _, estimated = text.partition('<h2 id="estimates">Estimated')
     assert (
         "weights 22.4 GB, needed 23.4 of 32 GB on a device: fits. Arrays over a megabyte that loop "
         "bodies copy: 1." in estimated
     )
     cells = [
-        "EnDe, t5_1_1/small",
         "0",
         "7",
         "0.75",
@@ -187,6 +196,7 @@ def test_the_compilers_estimates_are_called_that():
     ]
     assert (
         re.findall("<td[^>]*>(.*?)</td>", estimated)[: len(cells)] == cells
+        and '<th scope="row" class="text">EnDe, t5_1_1/small</th>' in estimated
         and "tpu.json" not in measured
     )
     memory = write_page(
@@ -233,7 +243,7 @@ def test_another_implementation_is_laid_beside():
         "Time of t5x&#39;s own decoding over ours" in text
         and "Inputs with other tokens than plain decoding: 1." in text
     )
-    assert '<td class="text">gamma 3</td><td>1.625 (1.250 to 1.750)</td>' in text.replace("'", '"')
+    assert '<th scope="row" class="text">gamma 3</th><td>1.625 (1.250 to 1.750)</td>' in text
 
 
 @pytest.fixture
@@ -304,15 +314,12 @@ def test_the_page_shows_the_records(page):
     assert ["big", "small", "7 built-in sentences", "-", "0.625"] in cells
     assert "A &lt;fast&gt; one, 2 cores" in text and "/some/where" not in text
     # Figures 1 and 5.
-    assert (
-        "<p>A &lt; B</p>" in text
-        and '<p>γ = 3</p>\n<pre><span class="accepted">Eins &amp;</span>' in text
-    )
+    assert "<p>Input: A &lt; B</p>" in text
+    assert re.search(r'<p>γ = 3</p>\s*<pre><span class="accepted">Eins &amp;</span>', text)
     assert '<span class="rejected"> zwei</span><span class="corrected"> drei</span></pre>' in text
     # A tree: its nodes, the target's own token, and the mask's title.
-    assert (
-        '<td class="text">tree widths:2</td><td>3</td><td>1</td><td>1.88</td><td>1.75</td>' in text
-    )
+    numbers = "".join(f"<td>{number}</td>" for number in ("3", "1", "1.88", "1.75"))
+    assert f'<th scope="row" class="text">tree widths:2</th>{numbers}' in text
     assert "<h4>Tree widths:2: call 1 of the first input</h4>" in text
     assert all(
         f">{drawn}</text>" in text
@@ -322,11 +329,12 @@ def test_the_page_shows_the_records(page):
 
 def test_a_demo_is_shown_call_by_call():
     text = write_page([("demo.json", SHOWN)])
-    assert rows.list_rows(parse(SHOWN)) == [] and "<p>big with small, temperature 0.5</p>" in text
+    assert rows.list_rows(parse(SHOWN)) == []
+    assert '<h3 id="run-1">Demo: big with small, T = 0.5</h3>' in text
     assert '<pre><span class="committed">Vier</span><span class="accepted"> fünf</span>' in text
     assert "<h4>Tree widths:2: call 1 of “C &amp; D”</h4>" in text and ">Drei &lt;</text>" in text
     drawn = text.count("<svg")
-    assert write_page([("demo.json", SHOWN | {"tree": None})]).count("<svg") == drawn - 1
+    assert write_page([("demo.json", SHOWN | {"tree": None})]).count("<svg") == drawn - 2
 
 
 def test_what_drafts_less_than_it_may_is_predicted_by_the_calls_counted():
@@ -340,7 +348,8 @@ def test_what_drafts_less_than_it_may_is_predicted_by_the_calls_counted():
 
 def test_the_page_stands_alone_and_is_the_same_again(page):
     text = page("one.html")
-    assert text.count("<svg") == 3 + 5 == text.count("</svg>")
+    # Theory, a timeline, bars of two records, a tree and its mask, and the panels of a measurement.
+    assert text.count("<svg") == 3 + 1 + 2 + 2 + 5 == text.count("</svg>")
     assert not re.findall(r"<script|<link|<img|src=|@import|url\((?!#)", text)
     assert text == page("two.html")
 
@@ -371,9 +380,9 @@ def test_a_drafter_that_drafts_now_and_then_has_two_rates():
     compared["variants"][0] |= {"alpha": 0.25, "alpha_where_drafted": 0.875}
     found = [("a.json", benchmark), ("b.json", measure), ("c.json", compared)]
     text = write_page(found)
-    table_3 = text.partition("Table 3. α per position of the output")[2].partition("</table>")[0]
+    table_3 = text.partition("<span>α per position of the output")[2].partition("</table>")[0]
     for cell in ("0.062 (0.500)", "0.125 (0.750)", "0.250 (0.875)"):
-        assert text.partition("<h2>Theory")[0].count(f">{cell}<") == 2 and f">{cell}<" in table_3
+        assert f">{cell}<" in text.partition('id="runs"')[2] and f">{cell}<" in table_3
 
 
 def test_lenience_makes_a_table_of_its_own():
@@ -386,9 +395,9 @@ def test_lenience_makes_a_table_of_its_own():
 
     named = [(f"{value}.json", record(value, 1 - value / 2)) for value in (0.25, 1.0)]
     text = write_page([*named, ("exact.json", BENCHMARK)])
-    table = text.partition("Table 5. α and improvement over lenience")[2].partition("</table>")[0]
-    assert re.findall("<th>(.*?)</th>", table)[-2:] == ["l = 1", "l = 0.25"]
-    cells = ["big", "small", "7 of ende/test.tsv.gz", "1", "3"]
+    table = text.partition("<span>α and improvement by lenience")[2].partition("</table>")[0]
+    assert re.findall('<th scope="col">(.*?)</th>', table)[-2:] == ["l = 1", "l = 0.25"]
+    cells = ["small", "7 of ende/test.tsv.gz", "1", "3"]
     assert re.findall("<td[^>]*>(.*?)</td>", table) == [
         *cells,
         "0.500, 1.500 (1.250 to 1.750)",
@@ -396,8 +405,8 @@ def test_lenience_makes_a_table_of_its_own():
     ]
     assert ">lenient, l = 0.25</td>" in text
     # It is no rate of table 3, which is that of algorithm 1.
-    assert "0.500" not in text.partition("Table 3.")[2].partition("</table>")[0]
-    assert "over lenience</caption>" not in write_page([("exact.json", BENCHMARK)])
+    assert "0.500" not in text.partition("<span>α per position")[2].partition("</table>")[0]
+    assert "by lenience</span>" not in write_page([("exact.json", BENCHMARK)])
 
 
 def test_the_timeline_lays_calls_end_to_end():
@@ -416,7 +425,10 @@ def test_the_timeline_lays_calls_end_to_end():
 def test_without_records_theory_remains(tmp_path):
     assert main.main(["figures", f"--output={tmp_path / 'theory.html'}"]) == 0
     text = (tmp_path / "theory.html").read_text(encoding="utf-8")
-    assert "no records were given" in text and text.count("<svg") == 3
+    assert "No records were given" in text and 'href="#theory"' in text
+    # Figures 1 and 5 are those of the record that comes with the package.
+    assert "Drafting pays: " in text and "AMD EPYC" in text
+    assert '<span class="rejected">' in text and "Figure 5: the calls" in text
 
 
 @pytest.mark.parametrize("missing", ["machine", "options", "speculative", "cost_ratio"])
@@ -493,15 +505,65 @@ def test_bad_output(tmp_path, capsys):
 
 
 def test_what_was_measured_comes_first():
-    """Measurements follow a line on α, γ, c and v; words left, numbers right; none twice."""
+    """A verdict, a summary, contents, the paper's order; words left, numbers right; none twice."""
     text = write_page([("a.json", BENCHMARK)])
-    parts = ("α: the probability", "<h2>Measured", "a.json", "<h2>Theory", "Table 1.", "Table 5.")
+    parts = (
+        "Drafting pays: 1.50 (1.25 to 1.75) times",
+        "<span>The runs, each by its fastest",
+        "Contents",
+        "Symbols</h2>",
+        "Figures 1 and 5. One input, call by call</h2>",
+        "Table 2. Improvement, measured beside printed</h2>",
+        "Table 3. α, measured beside printed</h2>",
+        "Runs</h2>",
+        "a.json",
+        "Theory</h2>",
+        "<span>Table 1.",
+        "<span>Table 5.",
+    )
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
-    assert '<td class="text">small</td><td class="text">block</td><td>3</td>' in text.replace(
-        "'", '"'
-    )
-    assert text.count("Figure 2.") == 1 and "prefers-color-scheme: dark" in text
+    assert '<th scope="row" class="text">small</th><td class="text">block</td><td>3</td>' in text
+    assert text.count(">Figure 2.") == 1 and "prefers-color-scheme: dark" in text
+    links = re.findall('<a href="#([^"]*)"', text)
+    assert "run-1" in links and all(text.count(f' id="{link}"') == 1 for link in links)
+
+
+@pytest.mark.parametrize(
+    ("least", "median", "most", "verdict"),
+    [
+        (1.25, 1.5, 1.75, "Drafting pays: 1.50 (1.25 to 1.75) times"),
+        (0.5, 1.5, 1.75, "Drafting may or may not pay: 1.50"),
+        (0.5, 0.75, 0.875, "Drafting does not pay: 0.75"),
+    ],
+)
+def test_the_verdict_counts_every_pass(least, median, most, verdict):
+    record = json.loads(json.dumps(BENCHMARK)) | {"trees": []}
+    gain = {"least": least, "median": median, "most": most}
+    record["speculative"][0]["improvement"] = gain
+    assert verdict in write_page([("a.json", record)])
+    record["speculative"][0]["synthetic_alpha"] = 0.75
+    text = write_page([("forced.json", record)])
+    assert "No verdict: " in text, "forced acceptance says nothing about the drafter"
+    assert "No verdict: " in write_page([("measure.json", MEASURE)])
+
+
+def test_outputs_that_were_not_compared_are_not_called_equal():
+    record = json.loads(json.dumps(BENCHMARK))
+    record["speculative"][0]["compared"] = record["trees"][0]["compared"] = False
+    assert [row.differ for row in rows.list_rows(parse(record))] == [None, None]
+
+
+def test_plots_have_the_pages_colours():
+    """No colour of matplotlib's is left, a text that looks like one is, and plots have a label."""
+    record = json.loads(json.dumps(BENCHMARK))
+    record["example"]["trees"][0]["nodes"][1]["text"] = 'style="fill: #1f77b4"'
+    text = write_page([("a.json", record), ("b.json", MEASURE), ("c.json", ACCELERATOR)])
+    drawn = re.findall("<svg.*?</svg>", text, flags=re.DOTALL)
+    used = {colour for one in drawn for colour in re.findall(r"var\(--(\w+)\)", one)}
+    assert used <= set(re.findall(r"--(\w+): #", text)) and {"ink", "paper", "blue"} <= used
+    assert len(re.findall("#[0-9a-f]{6}", "".join(drawn))) == 1 and "fill: #1f77b4" in text
+    assert all(re.match('<svg role="img" aria-label="[^"]{5,}" style="min-w', one) for one in drawn)
 
 
 def test_only_what_reads_or_writes_records_imports_pydantic():

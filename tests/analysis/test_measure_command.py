@@ -100,7 +100,10 @@ def test_figure_shows_the_record(monkeypatch):
             assert len(x) == len(y) == len(errors)
             drawn.append((how["label"], list(x), list(y)))
 
-        axhline = set = legend = lambda *_, **__: None
+        axhline = set = legend = grid = lambda *_, **__: None
+
+        def get_legend_handles_labels(self):
+            return [], []
 
     class Figure:
         def __init__(self, **_):
@@ -108,6 +111,9 @@ def test_figure_shows_the_record(monkeypatch):
 
         def subplots(self, rows, columns):
             return [Axes() for _ in range(columns)]
+
+        def set_figheight(self, height):
+            assert height > 0
 
         def suptitle(self, text, **_):
             assert "a with b" in text

@@ -137,7 +137,7 @@ def test_figure_of_a_tree():
         [1, 0, 0, 0, 0, 1, 0],
         [1, 0, 0, 0, 0, 1, 1],
     ]
-    assert "t16" in plots.render_svg(figure)
+    assert "t16" in plots.render_svg(figure, "a tree")
 
 
 def mask_of(axes, size: int) -> list[list[int]]:

@@ -1,8 +1,8 @@
-"""Builds one HTML page of the paper's tables and figures, computed, and of measured records."""
+"""Builds one HTML page of the paper's tables and figures beside measured records."""
 
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
@@ -12,23 +12,25 @@ from specdec_jax.analysis import formulas, traces
 from specdec_jax.analysis.report import paper, plots, summaries
 from specdec_jax.analysis.report.records import (
     AcceleratorRecord,
-    AgainstRecord,
     BeamRecord,
     BenchmarkRecord,
     DemoRecord,
     DrawnTree,
     EstimateRecord,
-    ExampleVariant,
+    ExampleRecord,
     FigureRecord,
     MeasureRecord,
     Record,
-    TreeRecord,
+    read_records,
 )
 from specdec_jax.analysis.report.rows import Row, list_rows
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.speculative.verifiers import LOSSY, SYNTHETIC
 
-_TITLE = "Speculative decoding: theory and measurements"
+_FOLDER = pathlib.Path(__file__).parent
+# Made by `specdec benchmark --target=ende/target --drafter=ende/drafter --quantize=none
+# --gamma=3,6 --tree=widths:2,2,1 --repeats=5`: figures 1 and 5 where no given record has them.
+_BUNDLED = _FOLDER / "bundled_record.json"
 
 # Rows whose printed factor needs more digits of α and c than were printed.
 BLURRED = tuple(
@@ -36,6 +38,9 @@ BLURRED = tuple(
     for row in paper.TABLE_4
     if round(formulas.improvement(row.alpha, row.gamma, row.cost_ratio), 1) != row.expected
 )
+
+# A kind of part, which has a macro of this name in the template, and what it shows.
+Parts = list[tuple[str, Any]]
 
 
 class Table(NamedTuple):
@@ -62,7 +67,37 @@ class Table(NamedTuple):
     def is_text(self) -> list[bool]:
         """Whether each column has a cell that begins with a word: it is aligned to the left."""
         columns = zip(*self.lines, strict=True) if self.lines else [()] * len(self.head)
-        return [any(re.match(r"\s*[^\W\d]", str(cell)) for cell in cells) for cells in columns]
+        return [
+            any(re.match(r"\s*(<a |[^\W\d])", str(cell)) for cell in cells) for cells in columns
+        ]
+
+
+class Run(NamedTuple):
+    """A record that was given, and how the page calls it."""
+
+    name: str  # of its file
+    record: Any
+    rows: list[Row]
+
+    @property
+    def title(self) -> str:
+        """What it was: target, drafter, inputs and temperature."""
+        if isinstance(self.record, AcceleratorRecord):
+            return f"Dummy weights on {self.record.machine.device}"
+        if isinstance(self.record, DemoRecord):
+            names = self.record.target.name, self.record.drafter.name
+            return f"Demo: {' with '.join(names)}, T = {self.record.options.temperature:g}"
+        if not self.rows:
+            return "Nothing was drafted"
+        row, drafters = self.rows[0], {row.drafter for row in self.rows}
+        drafter = row.drafter if len(drafters) == 1 else f"{len(drafters)} drafters"
+        return f"{row.target} with {drafter}, {row.sentences}, T = {row.temperature:g}"
+
+    @property
+    def best(self) -> Row | None:
+        """The fastest way that drafts and was timed with real acceptance; None if there is none."""
+        timed = [row for row in self.rows if row.improvement and not _is_synthetic(row)]
+        return max(timed, key=lambda row: row.improvement or (0.0,), default=None)
 
 
 def report(read: Sequence[tuple[pathlib.Path, Record]]) -> str:
@@ -72,31 +107,35 @@ def report(read: Sequence[tuple[pathlib.Path, Record]]) -> str:
       read: (file, record) pairs, of `read_records`.
     """
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent / "templates"),
+        loader=jinja2.FileSystemLoader(_FOLDER / "templates"),
         autoescape=True,
         finalize=_finalize,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    given = bool(read)
+    read = read or _read_bundled()
     records = [record for _, record in read]
     estimates = [record for record in records if isinstance(record, EstimateRecord)]
+    measured = [pair for pair in read if not isinstance(pair[1], EstimateRecord)]
+    runs = [Run(path.name, record, list_rows(record)) for path, record in measured]
+    rows = [row for run in runs for row in run.rows]
     return environment.get_template("page.html").render(
-        title=_TITLE,
-        given=bool(read),
+        given=given,
         legend=traces.LEGEND,
-        draw_tree=_draw_tree,
-        draw_timeline=_draw_timeline,
-        sections=[
-            _section(record) | {"name": path.name}
-            for path, record in read
-            if not isinstance(record, EstimateRecord)
+        verdict=_describe_verdict(runs),
+        summary=_tabulate_summary(runs),
+        examples=_list_examples(runs),
+        measured=[
+            ("Table 2. Improvement, measured beside printed", _tabulate_improvements(rows)),
+            ("Table 3. α, measured beside printed", _tabulate_rates(rows)),
+            ("Table 5. α and improvement over lenience", _tabulate_leniences(records)),
         ],
-        rates=_tabulate_rates([row for record in records for row in list_rows(record)]),
-        leniences=_tabulate_leniences(records),
+        runs=[(run, _list_parts(run)) for run in runs],
         estimates=[(describe_memory(record), tabulate_times(record)) for record in estimates],
         missing=_tabulate_missing(records),
-        theory=_theory_section(),
+        theory=_list_theory(),
     )
 
 
@@ -105,109 +144,216 @@ def _finalize(value: object) -> object:
     return value if isinstance(value, Markup) else plots.replace_unprintable(str(value))
 
 
-def _draw_tree(tree: DrawnTree) -> Markup:
-    return Markup(plots.render_svg(plots.draw_tree(tree.drawn())))
+def _read_bundled() -> list[tuple[pathlib.Path, Record]]:
+    return [(_BUNDLED, record) for record in read_records(str(_BUNDLED))]
 
 
-def _draw_timeline(variants: Sequence[ExampleVariant]) -> Markup:
-    names = [f"γ = {variant.gamma}" if variant.gamma else "plain" for variant in variants]
-    bars = [(name, variant.spans) for name, variant in zip(names, variants, strict=True)]
-    return Markup(plots.render_svg(plots.draw_timeline(bars)))
+# The verdict and the summary.
 
 
-def _theory_section() -> dict[str, Any]:
+def _is_synthetic(row: Row) -> bool:
+    return row.verifier.startswith(SYNTHETIC.name)
+
+
+def _judge(gain: Spread) -> str:
+    """Returns whether drafting pays, beyond the spread of the passes."""
+    if gain.least > 1:
+        return "pays"
+    return "does not pay" if gain.most < 1 else "may or may not pay"
+
+
+def _describe_verdict(runs: Sequence[Run]) -> str:
+    """Returns in words whether drafting pays in the best run, and in how many others."""
+    found = [(run.best.improvement, run.best, run) for run in runs if run.best]
+    timed = [(gain, best, run) for gain, best, run in found if gain is not None]
+    if not timed:
+        return "No verdict: no record times whole decodes with a drafter's own acceptance."
+    gain, best, run = max(timed, key=lambda one: one[0])
+    paying = sum(_judge(one[0]) == "pays" for one in timed)
+    others = f" It pays in {paying} of {len(timed)} timed runs." if len(timed) > 1 else ""
+    return (
+        f"Drafting {_judge(gain)}: {_spread(gain, 2)} times the speed of plain decoding, with "
+        f"{_name_way(best)} ({best.about}; {run.record.machine.processor}).{others}"
+    )
+
+
+def _tabulate_summary(runs: Sequence[Run]) -> Table:
+    """Returns a line for each run: its fastest way of decoding, or what it was for."""
+    lines = []
+    for number, run in enumerate(runs, 1):
+        title = plots.replace_unprintable(run.title)
+        link = Markup('<a href="#run-{}">{}</a>').format(number, title)
+        expected = max((row.predicted for row in run.rows if row.predicted), default=None)
+        if (best := run.best) and best.improvement:
+            way, gain = _name_way(best), _spread(best.improvement, 2)
+            counts = _format_decimal(best.tokens_per_call, 2), _format_decimal(best.differ, 0)
+            lines.append((link, way, gain, *counts, _judge(best.improvement)))
+        elif expected is not None:
+            lines.append((link, "-", f"{expected:.2f} expected", "-", "-", "not timed"))
+        else:
+            lines.append((link, *("-" * 4), "no verdict"))
+    head = ("run", "fastest", "times plain", "tokens per call", "outputs that differ", "drafting")
+    return Table("The runs, each by its fastest way of decoding", head, lines)
+
+
+# Figures.
+
+
+def _draw_panels(panels: Mapping[str, plots.Panel]) -> tuple[str, Any]:
+    drawn = {name: plots.draw_panels({name: panel}) for name, panel in panels.items()}
+    return "panels", [plots.render_svg(figure, name) for name, figure in drawn.items()]
+
+
+def _draw_tree(tree: DrawnTree, of: str) -> Parts:
+    drawn = tree.drawn()
+    words = plots.describe_tree(drawn)
+    shown = {"nodes": f"Token tree: {words}", "mask": "Which nodes each node attends to"}
+    pictures = [
+        plots.render_svg(plots.draw_tree(drawn, [part]), label) for part, label in shown.items()
+    ]
+    title = f"Tree {tree.tree}: call {tree.call} of {of}"
+    return [("heading", title), ("note", f"{words}."), ("panels", pictures)]
+
+
+def _list_examples(runs: Sequence[Run]) -> Parts:
+    """Returns figures 1 and 5 of every record that has them, or of the bundled one."""
+    found = [
+        (run.title, run.record.machine, run.record.example)
+        for run in [*runs, *(Run(path.name, one, list_rows(one)) for path, one in _read_bundled())]
+        if isinstance(run.record, BenchmarkRecord) and run.record.example
+    ]
+    parts: Parts = []
+    for title, machine, example in found[:-1] or found:
+        parts += [("heading", title), ("note", machine.processor), *_draw_example(example)]
+    return parts
+
+
+def _draw_example(example: ExampleRecord) -> Parts:
+    parts: Parts = [("text", f"Input: {example.input}")]
+    for variant in example.variants:
+        if variant.lines:
+            parts += [("text", f"γ = {variant.gamma}"), ("calls", variant.lines)]
+    names = [f"γ = {variant.gamma}" if variant.gamma else "plain" for variant in example.variants]
+    spans = [variant.spans for variant in example.variants]
+    figure = plots.draw_timeline(list(zip(names, spans, strict=True)))
+    label = "Figure 5: the calls of one input one after another, a bar for each γ"
+    return [*parts, ("panels", [plots.render_svg(figure, label)])]
+
+
+def _list_theory() -> Parts:
     gains = {
         row: formulas.improvement(row.alpha, row.gamma, row.cost_ratio) for row in paper.TABLE_4
     }
-    return {
-        "expected_tokens": Markup(plots.render_svg(plots.draw_expected_tokens())),
-        "optimal_gammas": Markup(plots.render_svg(plots.draw_optimal_gammas())),
-        "operations": Markup(plots.render_svg(plots.draw_operations())),
-        "table_1": Table.build(
-            "Table 1. Factors in arithmetic operations and speed, c = ĉ = 0",
-            paper.TABLE_1,
-            ("α", "{0.alpha:.1f}"),
-            ("γ", "{0.gamma}"),
-            ("operations, printed", "{0.operations:.2f}"),
-            ("computed", lambda row: f"{formulas.operations(row.alpha, row.gamma):.2f}"),
-            ("speed, printed", "{0.speed:.2f}"),
-            ("computed", lambda row: f"{formulas.improvement(row.alpha, row.gamma, 0.0):.2f}"),
-        ),
-        "table_4": Table.build(
-            "Tables 2 and 4. Improvement of T5-XXL on one TPU v4, batch 1",
-            paper.TABLE_4,
-            ("drafter", "{0.task}, {0.drafter}"),
-            ("T", "{0.temperature}"),
-            ("γ", "{0.gamma}"),
-            ("α", "{0.alpha:.2f}"),
-            ("c", "{0.cost_ratio:.2f}"),
-            ("expected, printed", "{0.expected:.1f}"),
-            ("computed", lambda row: f"{gains[row]:.2f}"),
-            ("measured (paper)", "{0.measured:.1f}"),
-            ("best γ", lambda row: formulas.optimal_gamma(row.alpha, row.cost_ratio)),
-            (
-                "oracle of γ",
-                lambda row: f"{formulas.oracle_improvement(row.alpha, row.cost_ratio):.2f}",
-            ),
-        ),
-        "table_5": Table(
-            "Table 5. α of standard sampling over lenience, T5-XXL, EnDe (printed)",
-            ("drafter", *(f"l = {value:g}" for value in paper.LENIENCES)),
-            [
-                (name, *(f"{alpha:.2f}" for alpha in alphas))
-                for name, alphas in paper.TABLE_5.items()
-            ],
-        ),
-        "blurred": "; ".join(
-            f"{row.task}, {row.drafter}, temperature {row.temperature}: {gains[row]:.2f} where "
-            f"{row.expected:.1f} is printed"
-            for row in BLURRED
-        ),
-    }
-
-
-def _section(record: Any) -> dict[str, Any]:
-    """Returns what the page shows of a record, by the names that its template has."""
-    section: dict[str, Any] = dict.fromkeys(
-        ("table", "accelerator", "same_positions", "against", "trees", "example", "demo")
+    table_1 = Table.build(
+        "Table 1. Factors in arithmetic operations and speed, c = ĉ = 0",
+        paper.TABLE_1,
+        ("α", "{0.alpha:.1f}"),
+        ("γ", "{0.gamma}"),
+        ("operations, printed", "{0.operations:.2f}"),
+        ("computed", lambda row: f"{formulas.operations(row.alpha, row.gamma):.2f}"),
+        ("speed, printed", "{0.speed:.2f}"),
+        ("computed", lambda row: f"{formulas.improvement(row.alpha, row.gamma, 0.0):.2f}"),
     )
-    section |= {"machine": record.machine.describe(), "pictures": []}
-    if isinstance(record, AcceleratorRecord):
-        return section | _accelerator_section(record)
-    if isinstance(record, DemoRecord):
-        pair = f"{record.target.name} with {record.drafter.name}"
-        about = f"{pair}, temperature {record.options.temperature:g}"
-        return section | {"about": about, "demo": record}
-    measured, figures = list_rows(record), []
-    section["about"] = measured[0].about if measured else ""
-    beams = isinstance(record, BeamRecord)
-    section["table"] = _tabulate_rows(measured, "beam search" if beams else "decoding")
-    if isinstance(record, MeasureRecord):
-        figures.append(plots.draw_measurement(record))
-        if record.same_positions:
-            same = record.same_positions.model_dump()
-            section["same_positions"] = summaries.describe_same_positions(same)
-    bars = [
-        (_name_bar(row, beams), row.improvement, row.predicted)
-        for row in measured
-        if row.improvement is not None
+    table_4 = Table.build(
+        "Table 4. Expected improvement of T5-XXL on one TPU v4, batch 1",
+        paper.TABLE_4,
+        ("drafter", "{0.task}, {0.drafter}"),
+        ("T", "{0.temperature}"),
+        ("γ", "{0.gamma}"),
+        ("α", "{0.alpha:.2f}"),
+        ("c", "{0.cost_ratio:.2f}"),
+        ("expected, printed", "{0.expected:.1f}"),
+        ("computed", lambda row: f"{gains[row]:.2f}"),
+        ("best γ", lambda row: formulas.optimal_gamma(row.alpha, row.cost_ratio)),
+        (
+            "oracle of γ",
+            lambda row: f"{formulas.oracle_improvement(row.alpha, row.cost_ratio):.2f}",
+        ),
+    )
+    table_5 = Table(
+        "Table 5. α of standard sampling over lenience, T5-XXL, EnDe (printed)",
+        ("drafter", *(f"l = {value:g}" for value in paper.LENIENCES)),
+        [(name, *(f"{alpha:.2f}" for alpha in alphas)) for name, alphas in paper.TABLE_5.items()],
+    )
+    blurred = "; ".join(
+        f"{row.task}, {row.drafter}, temperature {row.temperature}: {gains[row]:.2f} where "
+        f"{row.expected:.1f} is printed"
+        for row in BLURRED
+    )
+    return [
+        _draw_panels(plots.THEORY),
+        ("note", "The left of figure 4, the factor in speed with c = 0, is figure 2 again."),
+        ("table", table_1),
+        ("table", table_4),
+        (
+            "note",
+            "Computed from the digits of α and c that were printed. They are not enough for "
+            f"{blurred}.",
+        ),
+        ("table", table_5),
     ]
+
+
+# Runs.
+
+
+def _list_parts(run: Run) -> Parts:
+    """Returns what the page shows of one record."""
+    record, rows = run.record, run.rows
+    parts: Parts = [("note", f"{run.name}: {record.machine.describe()}")]
+    if isinstance(record, AcceleratorRecord):
+        return [*parts, *_list_accelerator_parts(record)]
+    if isinstance(record, DemoRecord):
+        for call in record.calls:
+            parts += [("text", call.input), ("calls", call.lines)]
+        return parts + (_draw_tree(record.tree, f"“{record.tree.input}”") if record.tree else [])
+    beams = isinstance(record, BeamRecord)
+    parts.append(("table", _tabulate_rows(rows, "beam search" if beams else "decoding")))
+    if isinstance(record, MeasureRecord):
+        parts.append(_draw_panels(plots.list_measurement_panels(record)))
+        if record.same_positions:
+            same = summaries.describe_same_positions(record.same_positions.model_dump())
+            parts.append(("text", f"{same}."))
+    bars = [(_name_way(row), row.improvement, row.predicted) for row in rows if row.improvement]
     if bars:
-        figures.append(plots.draw_improvements(bars))
-    if isinstance(record, BenchmarkRecord | BeamRecord) and record.against:
-        section["against"] = _tabulate_against(record.against)
-        section["differing"] = len(record.against.differences)
-    if isinstance(record, BenchmarkRecord):
-        section["trees"] = _tabulate_trees(record.trees) if record.trees else None
-        section["example"] = record.example
-    return section | {"pictures": [Markup(plots.render_svg(figure)) for figure in figures]}
+        drawn = plots.draw_improvements(bars)
+        label = "Measured and predicted improvement over plain decoding, as in the table"
+        parts.append(("panels", [plots.render_svg(drawn, label)]))
+    if isinstance(record, BenchmarkRecord | BeamRecord) and (against := record.against):
+        table = Table.build(
+            f"Time of {against.name}'s own decoding over ours, on the same weights and inputs",
+            against.improvement.items(),
+            ("ours", lambda item: item[0]),
+            ("factor", lambda item: _spread(item[1].spread())),
+        )
+        count = len(against.differences)
+        differ = f"Inputs with other tokens than plain decoding: {count}."
+        parts += [("table", table), ("note", differ)]
+    if isinstance(record, BenchmarkRecord) and record.trees:
+        table = Table.build(
+            "Tokens per target call of trees",
+            record.trees,
+            ("tree", "tree {0.tree}"),
+            ("positions", "{0.nodes}"),
+            ("depth", "{0.depth}"),
+            ("predicted", lambda tree: _format_decimal(tree.predicted, 2)),
+            ("measured", "{0.stats.tokens_per_target_call:.2f}"),
+        )
+        note = (
+            "Predicted: by the top-k hit rate in the same run, as if every node was accepted "
+            "independently of the others and no output ended; nothing for trees that the "
+            "drafter's distribution shapes."
+        )
+        parts += [("table", table), ("note", note)]
+    if isinstance(record, BenchmarkRecord) and record.example:
+        for tree in record.example.trees:
+            parts += _draw_tree(tree, "the first input")
+    return parts
 
 
-def _name_bar(row: Row, beams: bool) -> str:
-    # The variants of a record may differ by what the row calls its verification.
-    named = beams or row.verifier.startswith((SYNTHETIC.name, "tree "))
+def _name_way(row: Row) -> str:
     gamma = [] if row.gamma is None else [f"γ = {row.gamma}"]
-    return ", ".join([row.drafter, *gamma, *([row.verifier] if named else [])])
+    return ", ".join([row.drafter, *gamma, row.verifier])
 
 
 def _tabulate_rows(measured: Sequence[Row], what: str) -> Table:
@@ -228,41 +374,49 @@ def _tabulate_rows(measured: Sequence[Row], what: str) -> Table:
     )
 
 
-def _tabulate_against(against: AgainstRecord) -> Table:
-    return Table.build(
-        f"Time of {against.name}'s own decoding over ours, on the same weights and inputs",
-        against.improvement.items(),
-        ("ours", lambda item: item[0]),
-        ("factor", lambda item: _spread(item[1].spread())),
-    )
+# The paper's tables, measured beside printed.
 
 
-def _tabulate_trees(trees: Sequence[TreeRecord]) -> Table:
-    return Table.build(
-        "Tokens per target call of trees",
-        trees,
-        ("tree", "tree {0.tree}"),
-        ("positions", "{0.nodes}"),
-        ("depth", "{0.depth}"),
-        ("predicted", lambda tree: _format_decimal(tree.predicted, 2)),
-        ("measured", "{0.stats.tokens_per_target_call:.2f}"),
-    )
+def _tabulate_improvements(measured: Sequence[Row]) -> Table:
+    """Returns table 2: what the records timed, then what the paper printed."""
+    head = ("target", "drafter", "where", "T", "γ", "α", "c", "expected", "measured")
+    lines: list[tuple] = [
+        (
+            row.target,
+            row.drafter,
+            f"{row.sentences}, {row.verifier}",
+            f"{row.temperature:g}",
+            _format_decimal(row.gamma, 0),
+            _format_rate(row),
+            _format_decimal(row.cost_ratio, 2),
+            _format_decimal(row.predicted, 2),
+            _spread(row.improvement, 2),
+        )
+        for row in measured
+        if row.improvement is not None and not _is_synthetic(row)
+    ]
+    for row in paper.TABLE_4:
+        costs = f"{row.alpha:.2f}", f"{row.cost_ratio:.2f}"
+        gains = f"{row.expected:.1f}", f"{row.measured:.1f}"
+        named = f"T5-XXL ({row.task})", row.drafter, "paper, TPU v4"
+        lines.append((*named, row.temperature, row.gamma, *costs, *gains))
+    return Table("Improvement over plain decoding", head, lines)
 
 
 def _tabulate_rates(measured: Sequence[Row]) -> Table:
-    """Returns table 3: the paper's α, then the records'."""
+    """Returns table 3: the records' α, then the paper's."""
     ours: dict[tuple[str, str, str], dict[bool, str]] = {}
     for row in measured:
         exact = row.verifier.partition(",")[0] not in (SYNTHETIC.name, *LOSSY)
         if row.alpha is not None and row.temperature in (0, 1) and exact:
             by_argmax = ours.setdefault((row.target, row.drafter, row.sentences), {})
             by_argmax.setdefault(row.temperature == 0, _format_rate(row))
-    lines = [
+    lines = [(*pair, by.get(True, "-"), by.get(False, "-")) for pair, by in ours.items()]
+    lines += [
         (row.target, row.drafter, "paper", f"{row.argmax:.2f}", f"{row.sampled:.2f}")
         for row in paper.TABLE_3
     ]
-    lines += [(*pair, by.get(True, "-"), by.get(False, "-")) for pair, by in ours.items()]
-    caption = "Table 3. α per position of the output, at temperature 0 and 1"
+    caption = "α per position of the output, at temperature 0 and 1"
     return Table(caption, ("target", "drafter", "where", "T = 0", "T = 1"), lines)
 
 
@@ -284,22 +438,29 @@ def _tabulate_leniences(records: Sequence[Record]) -> Table | None:
     values = sorted({value for by in by_pair.values() for value in by}, reverse=True)
     lines = [(*pair, *(by.get(value, "-") for value in values)) for pair, by in by_pair.items()]
     head = ("target", "drafter", "where", "T", "γ", *(f"l = {value:g}" for value in values))
-    return Table("Table 5. α and improvement over lenience", head, lines)
+    return Table("α and improvement by lenience", head, lines)
 
 
-def _accelerator_section(record: AcceleratorRecord) -> dict[str, Any]:
-    options, drawn = record.options, plots.draw_accelerator(record)
+# Accelerators and estimates.
+
+
+def _list_accelerator_parts(record: AcceleratorRecord) -> Parts:
+    options = record.options
     about = (
         f"Dummy weights, {options.dtype}{', all shapes shrunk' if options.tiny else ''}, drafter "
         f"{options.drafter}, γ = {options.gamma}, inputs of {options.input_length} ids, "
         f"{options.max_new_tokens} new tokens."
     )
-    return {
-        "about": about,
-        "accelerator": True,
-        "table": tabulate_figures(record),
-        "pictures": [Markup(plots.render_svg(drawn))] if drawn is not None else [],
-    }
+    note = (
+        "Milliseconds: of a call or step; of whole decodes for one token of a row, encoder of one "
+        "layer included. Floor: milliseconds in which the weights of a step are read at the "
+        "bandwidth of the copy. Ratio: v of a target call and c of a draft step, both over the "
+        "target's call over one position; of a speculative decode how many times as fast as the "
+        "plain one of the same target it is, and, in int8, as the full target's plain one; of a "
+        "call in int8 the time over that of the full target."
+    )
+    panels = _draw_panels(plots.list_accelerator_panels(record))
+    return [("text", about), ("table", tabulate_figures(record)), ("note", note), panels]
 
 
 def tabulate_figures(record: AcceleratorRecord) -> Table:
@@ -433,7 +594,8 @@ def _format_rate(row: Row) -> str:
     )
 
 
-def _spread(spread: Spread | None) -> str:
+def _spread(spread: Spread | None, digits: int = 3) -> str:
     if spread is None:
         return "-"
-    return f"{spread.median:.3f} ({spread.least:.3f} to {spread.most:.3f})"
+    median, least, most = (f"{value:.{digits}f}" for value in spread)
+    return f"{median} ({least} to {most})"

@@ -1,5 +1,6 @@
 """Draws figures of theory and of records; matplotlib is imported only where something is drawn."""
 
+import functools
 import io
 import pathlib
 import re
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+from markupsafe import Markup, escape
 
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.report.records import AcceleratorRecord, MeasureRecord
@@ -19,6 +21,8 @@ from specdec_jax.files.writing import check_output, write_file
 
 Axes: TypeAlias = Any  # of matplotlib
 Figure: TypeAlias = Any
+Panel: TypeAlias = Callable[[Axes], None]
+Points: TypeAlias = dict[str, list[tuple[float, float]]]
 
 FORMATS = (".png", ".pdf", ".svg")
 
@@ -40,18 +44,56 @@ def save(figure: Figure, path: str) -> None:
     write_file(path, file.getvalue())
 
 
-def render_svg(figure: Figure) -> str:
-    """Returns the figure as an element of an HTML page; the same figure gives the same text."""
+def render_svg(figure: Figure, label: str) -> Markup:
+    """Returns the figure as an element of an HTML page; the same figure gives the same text.
+
+    Colours become variables of the page's style sheet, which has a light and a dark value for each.
+
+    Args:
+      figure: the figure.
+      label: what it shows, for those who cannot see it.
+    """
     import matplotlib
 
     file = io.StringIO()
     style: Any = {"svg.hashsalt": "specdec_jax", "svg.fonttype": "none"}
+    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib.rc_context(style), warnings.catch_warnings():
         # The browser draws the text, which matplotlib only measures.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    text = file.getvalue()
-    return text[text.index("<svg") :]
+        figure.draw_without_rendering()  # a second layout knows the width of the numbers
+        figure.savefig(file, format="svg", metadata=metadata, transparent=True)
+    text = file.getvalue().partition("<svg")[2]
+    text = re.sub('<g id="[^"]*"', "<g", text)  # these names are the same in every figure
+    # A colour in a tag, not in a text: there `<` and `>` are escaped.
+    text = re.sub(r"#[0-9a-f]{6}(?=[^<>]*>)", _name_colour, text)
+    label = str(escape(replace_unprintable(label)))
+    # A narrow screen shrinks it by a quarter at the most, so that its texts can be read.
+    width = f"min-width: {54 * figure.get_figwidth():.0f}pt"
+    return Markup(f'<svg role="img" aria-label="{label}" style="{width}"{text}')
+
+
+# The page's variables for matplotlib's colours.
+_PAGE_COLOURS = {
+    "#000000": "ink",
+    "#ffffff": "paper",
+    "#808080": "faint",
+    "#7f7f7f": "faint",
+    "#b0b0b0": "line",
+    "#cccccc": "line",
+    "#d3d3d3": "line",
+    "#1f77b4": "blue",
+    "#ff7f0e": "orange",
+    "#2ca02c": "green",
+    "#d62728": "red",
+    "#9467bd": "purple",
+    "#e377c2": "pink",
+    "#8c564b": "brown",
+}
+
+
+def _name_colour(found: re.Match) -> str:
+    return f"var(--{_PAGE_COLOURS.get(found[0], 'ink')})"
 
 
 def replace_unprintable(text: str) -> str:
@@ -65,50 +107,70 @@ def shorten(name: str) -> str:
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
-def _new_panels(*labels: tuple[str, str]) -> tuple[Figure, Sequence[Axes]]:
-    """Returns a figure with a panel for each (x label, y label)."""
+def draw_panels(panels: Mapping[str, Panel], title: str = "") -> Figure:
+    """Draws panels side by side, each under its name."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.5 * len(labels), 3.5), layout="constrained")
-    panels = figure.subplots(1, len(labels), squeeze=False)[0]
-    for axes, (x, y) in zip(panels, labels, strict=True):
-        axes.set(xlabel=x, ylabel=y)
-        axes.grid(alpha=0.3)
-    return figure, panels
+    figure = Figure(figsize=(3.7 * len(panels), 3), layout="constrained")
+    places = np.atleast_1d(figure.subplots(1, len(panels)))
+    for (name, draw), axes in zip(panels.items(), places, strict=True):
+        axes.set(title=name)
+        draw(axes)
+    # Legends stand below, where they hide no curve.
+    labels = [axes.get_legend_handles_labels()[1] for axes in places]
+    figure.set_figheight(3.1 + 0.18 * max(map(len, labels)))
+    for axes, names in zip(places, labels, strict=True):
+        axes.grid(alpha=0.5)
+        if names:
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), fontsize="small")
+    figure.suptitle(title, parse_math=False)
+    return figure
+
+
+def _new_figure(height: float, label: str) -> tuple[Figure, Axes]:
+    """Returns a figure of bars, narrow enough for a telephone; `height` is in inches."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, height), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xlabel=label)
+    axes.grid(axis="x", alpha=0.5)
+    axes.set_axisbelow(True)
+    return figure, axes
 
 
 # The paper does not name the γ and c of its curves.
 _GAMMAS, _COSTS = (1, 3, 5, 7, 10), (0.01, 0.02, 0.05, 0.1)
 
 
-def draw_expected_tokens() -> Figure:
-    """Draws figure 2: tokens per target call over α, equation (1)."""
-    return _draw_over_alpha("expected tokens per target call", formulas.expected_tokens)
-
-
-def draw_operations() -> Figure:
-    """Draws figure 4, right: the factor in arithmetic operations over α, ĉ = 0."""
-    return _draw_over_alpha("arithmetic operations", formulas.operations)
-
-
-def _draw_over_alpha(label: str, value: Callable[[float, int], float]) -> Figure:
-    figure, (axes,) = _new_panels(("α", label))
+def _draw_over_alpha(value: Callable[[float, int], float], axes: Axes) -> None:
     alphas = np.linspace(0.0, 1.0, 101)
     for gamma in _GAMMAS:
         axes.plot(alphas, [value(alpha, gamma) for alpha in alphas], label=f"γ = {gamma}")
-    axes.legend()
-    return figure
+    axes.set(xlabel="α")
 
 
-def draw_optimal_gammas() -> Figure:
-    """Draws figure 3: the best γ over α for several c, section 3.5."""
-    figure, (axes,) = _new_panels(("α", "best γ"))
+def _draw_optimal_gammas(axes: Axes) -> None:
     alphas = np.linspace(0.0, 0.95, 96)
     for cost in _COSTS:
         gammas = [formulas.optimal_gamma(alpha, cost) for alpha in alphas]
         axes.step(alphas, gammas, where="mid", label=f"c = {cost:g}")
-    axes.legend()
-    return figure
+    axes.set(xlabel="α")
+
+
+# By equation (1), section 3.5 and theorem 3.11.
+THEORY: Mapping[str, Panel] = {
+    "Figure 2. Expected tokens per target call": functools.partial(
+        _draw_over_alpha, formulas.expected_tokens
+    ),
+    "Figure 3. The best γ": _draw_optimal_gammas,
+    "Figure 4, right. Arithmetic operations": functools.partial(
+        _draw_over_alpha, formulas.operations
+    ),
+}
+
+
+_UNDERLAY = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # hides lines behind a text
 
 
 def draw_improvements(rows: Sequence[tuple[str, Spread, float | None]]) -> Figure:
@@ -117,19 +179,19 @@ def draw_improvements(rows: Sequence[tuple[str, Spread, float | None]]) -> Figur
     Args:
       rows: (name, measured improvement, predicted improvement or None).
     """
-    figure, (axes,) = _new_panels(("improvement over plain decoding", ""))
-    figure.set_size_inches(9, 1.5 + 0.35 * len(rows))
-    places = np.arange(len(rows))[::-1]
+    figure, axes = _new_figure(1.4 + 0.5 * len(rows), "improvement over plain decoding")
+    places = np.arange(len(rows))
     median, least, most = np.array([spread for _, spread, _ in rows]).T
     errors, label = [median - least, most - median], "measured (median and spread)"
-    axes.barh(places, median, xerr=errors, capsize=2, color="tab:blue", alpha=0.7, label=label)
+    axes.barh(places, median, 0.4, xerr=errors, capsize=2, label=label)
     predicted = np.array([np.nan if value is None else value for _, _, value in rows])
     if not np.isnan(predicted).all():
-        label = "predicted: α or counted calls, c, v, encoders"
         shown = ~np.isnan(predicted)
-        axes.plot(predicted[shown], places[shown], "kd", label=label)
+        axes.plot(predicted[shown], places[shown], "kd", markeredgecolor="white", label="predicted")
     axes.axvline(1, color="grey", linewidth=1)
-    axes.set_yticks(places, [shorten(name) for name, _, _ in rows], parse_math=False)
+    for place, (name, _, _) in zip(places, rows, strict=True):
+        axes.text(0, place - 0.27, shorten(name), parse_math=False, bbox=_UNDERLAY)
+    axes.set(ylim=(len(rows) - 0.6, -0.75), yticks=[])
     figure.legend(loc="outside lower center", ncols=2)
     return figure
 
@@ -157,9 +219,9 @@ def draw_wall_time(record: Mapping[str, Any]) -> Figure:
         bars.append((f"tree {variant['tree']}", variant, "tab:green"))
 
     unit = "token" if searches is None else "input"
-    figure, (axes,) = _new_panels((f"milliseconds per {unit}, with the spread of the passes", ""))
-    figure.set_size_inches(8, 1.2 + 0.45 * len(bars))
-    axes.grid(False, axis="y")
+    label = f"milliseconds per {unit}, with the spread of the passes"
+    figure, axes = _new_figure(1.2 + 0.45 * len(bars), label)
+    figure.set_figwidth(8)
     counts = [record["sentences"] if searches is not None else bar["tokens"] for _, bar, _ in bars]
     seconds = np.array([[bar["seconds"][name] for name in Spread._fields] for _, bar, _ in bars])
     times = 1e3 * seconds / np.maximum(counts, 1)[:, None]
@@ -195,9 +257,7 @@ def draw_timeline(variants: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -
     Args:
       variants: (name, (kind of call, seconds) of every call).
     """
-    figure, (axes,) = _new_panels(("milliseconds", ""))
-    figure.set_size_inches(9, 1.2 + 0.5 * len(variants))
-    axes.grid(False)
+    figure, axes = _new_figure(1.3 + 0.5 * len(variants), "milliseconds")
     labelled = set()
     for place, (_, spans) in enumerate(variants):
         ends = np.cumsum([seconds for _, seconds in spans])
@@ -209,59 +269,49 @@ def draw_timeline(variants: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -
             ]
             label = kind if bars and kind not in labelled else None
             labelled |= {label}
-            style = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.4, "label": label}
+            style = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.2, "label": label}
             axes.broken_barh(bars, (place - 0.35, 0.7), **style)
     axes.set_yticks(range(len(variants)), [name for name, _ in variants])
     axes.invert_yaxis()
-    figure.legend(loc="outside lower center", ncols=4)
+    figure.legend(loc="outside lower center", ncols=2)
     return figure
 
 
 def draw_measurement(record: MeasureRecord) -> Figure:
-    """Draws expected improvement by γ, acceptance by position, and v by number of positions.
-
-    Acceptance by depth and top-k hit rate have panels of their own if the record has them.
-    """
-    from matplotlib.figure import Figure
-
-    accepted, gammas = record.acceptance, [row.gamma for row in record.table]
-    by_depth = depth_curves(accepted.model_dump())
-    count = 3 + bool(accepted.hit_rate) + bool(by_depth)
-    figure = Figure(figsize=(4 * count, 4), layout="constrained")
-    gain, surviving, cost, *others = figure.subplots(1, count)
-    _draw_gain(gain, record)
-    if accepted.alpha is not None:
-        powers = [accepted.alpha**gamma for gamma in gammas]
-        surviving.plot(gammas, powers, "k:", label="α to the power of i")
-    for name, shares in accepted.by_position.items():
-        rates = [(share.accepted, share.standard_error) for share in shares]
-        _draw_rates(surviving, gammas, rates, "s-", name)
-    label = "P(first i drafted tokens are accepted)"
-    surviving.set(xlabel="i", ylabel=label, xticks=gammas, ylim=(0, 1))
-    cost.plot([int(width) for width in record.verify_cost], list(record.verify_cost.values()), "o-")
-    cost.set(xlabel="positions", ylabel="v: cost of a target call, in single steps", ylim=(0, None))
-    cost.axhline(1, color="grey", linewidth=1)
-    for kind, values in accepted.hit_rate.items():
-        rates = [(value.covered, value.standard_error) for value in values]
-        _draw_rates(others[0], range(1, len(rates) + 1), rates, "o-", KINDS[kind])
-        label = "P(the target's token is among them)"
-        others[0].set(xlabel="k, children of a node", ylabel=label, ylim=(None, 1))
-    for curve, rates in by_depth.items():
-        _draw_rates(others[-1], range(1, len(rates) + 1), rates, "o-", curve)
-        label = "P(a token is accepted where those above it are)"
-        others[-1].set(xlabel="depth", ylabel=label, ylim=(0, 1.05))
-    for axes in (gain, surviving, *others):
-        axes.legend()
+    """Draws the panels of a record of `specdec measure` under a title that says what it is of."""
     title = (
         f"{shorten(record.target.name)} with {shorten(record.drafter.name)}, "
         f"temperature {record.options.temperature:g}, batch {record.options.batch_size}: "
         f"c = {record.cost_ratio:.3f}"
     )
-    figure.suptitle(title, parse_math=False)
-    return figure
+    return draw_panels(list_measurement_panels(record), title)
 
 
-def _draw_gain(axes: Axes, record: MeasureRecord) -> None:
+def list_measurement_panels(record: MeasureRecord) -> dict[str, Panel]:
+    """Returns what draws expected improvement by γ, acceptance by position, and v, by name.
+
+    Acceptance by depth and top-k hit rate have panels of their own if the record has them.
+    """
+    accepted = record.acceptance
+    panels: dict[str, Panel] = {
+        "expected improvement": functools.partial(_draw_gain, record),
+        "P(first i drafted tokens accepted)": functools.partial(_draw_survival, record),
+        "v: a target call, in single steps": functools.partial(_draw_verify_cost, record),
+    }
+    if accepted.hit_rate:
+        rates = {
+            KINDS[kind]: [(value.covered, value.standard_error) for value in values]
+            for kind, values in accepted.hit_rate.items()
+        }
+        name = "P(the target's token is among k)"
+        panels[name] = functools.partial(_draw_rate_curves, rates, "k, children of a node")
+    if by_depth := depth_curves(accepted.model_dump()):
+        name = "P(accepted | those above are)"
+        panels[name] = functools.partial(_draw_rate_curves, by_depth, "depth")
+    return panels
+
+
+def _draw_gain(record: MeasureRecord, axes: Axes) -> None:
     table, gammas = record.table, [row.gamma for row in record.table]
     if record.acceptance.alpha is not None:
         axes.plot(gammas, [row.theorem_3_8 for row in table], "o--", label="from α, v = 1")
@@ -276,8 +326,33 @@ def _draw_gain(axes: Axes, record: MeasureRecord) -> None:
         if None not in whole:
             axes.plot(gammas, whole, "^-", label=f"whole decodes, {name}")
     axes.axhline(1, color="grey", linewidth=1)
-    label = "expected improvement over plain decoding"
-    axes.set(xlabel="γ, drafted tokens", ylabel=label, xticks=gammas)
+    axes.set(xlabel="γ, drafted tokens", xticks=gammas)
+
+
+def _draw_survival(record: MeasureRecord, axes: Axes) -> None:
+    accepted, gammas = record.acceptance, [row.gamma for row in record.table]
+    if accepted.alpha is not None:
+        powers = [accepted.alpha**gamma for gamma in gammas]
+        axes.plot(gammas, powers, "k:", label="α to the power of i")
+    for name, shares in accepted.by_position.items():
+        rates = [(share.accepted, share.standard_error) for share in shares]
+        _draw_rates(axes, gammas, rates, "s-", name)
+    axes.set(xlabel="i", xticks=gammas, ylim=(0, 1.05))
+
+
+def _draw_verify_cost(record: MeasureRecord, axes: Axes) -> None:
+    widths = [int(width) for width in record.verify_cost]
+    axes.plot(widths, list(record.verify_cost.values()), "o-")
+    axes.axhline(1, color="grey", linewidth=1)
+    axes.set(xlabel="positions", ylim=(0, None))
+
+
+def _draw_rate_curves(
+    curves: Mapping[str, Sequence[tuple[float, float | None]]], label: str, axes: Axes
+) -> None:
+    for name, rates in curves.items():
+        _draw_rates(axes, range(1, len(rates) + 1), rates, "o-", name)
+    axes.set(xlabel=label, ylim=(0, 1.05))
 
 
 def _draw_rates(
@@ -299,27 +374,37 @@ _ACCEPTED, _REJECTED, _OWN, _SEEN = "tab:green", "tab:gray", "tab:blue", "lightg
 _ROW, _LEVEL = 0.24, 1.15  # inches
 
 
-def draw_tree(drawn: Drawn) -> Figure:
+def draw_tree(drawn: Drawn, parts: Sequence[str] = ("nodes", "mask")) -> Figure:
     """Draws the token tree of one iteration with depth from left to right, and its attention mask.
 
     The accepted path is green, the target's own token blue.
+
+    Args:
+      drawn: the tree.
+      parts: which to draw.
     """
     from matplotlib.figure import Figure
 
     tree = drawn.tree
     order = list(walk_depth_first(tree))
-    paths = {node: tree.line(node) for node in order}
-    widths = _LEVEL * (max(map(len, paths.values())) + 1), _ROW * len(order) + 0.6
-    figure = Figure(figsize=(sum(widths), _ROW * len(order) + 1), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=widths)
-    _draw_nodes(left, drawn, order, {node: len(path) - 1 for node, path in paths.items()})
-    _draw_mask(right, tree, order)
-    title = (
-        f"{len(order) - 1} drafted tokens, {len(tree.path) - 1} accepted (green), "
-        "the target's own token in blue"
-    )
-    figure.suptitle(title, fontsize=10)
+    depths = {node: len(tree.line(node)) - 1 for node in order}
+    high = _ROW * len(order)
+    widths = {"nodes": _LEVEL * (max(depths.values()) + 2), "mask": high + 0.6}
+    chosen = [widths[part] for part in parts]
+    figure = Figure(figsize=(sum(chosen), high + 1), layout="constrained")
+    places = np.atleast_1d(figure.subplots(1, len(parts), width_ratios=chosen))
+    for part, axes in zip(parts, places, strict=True):
+        if part == "nodes":
+            _draw_nodes(axes, drawn, order, depths)
+        else:
+            _draw_mask(axes, tree, order)
     return figure
+
+
+def describe_tree(drawn: Drawn) -> str:
+    """Returns what `draw_tree` shows, in words."""
+    count, accepted = len(drawn.tree.nodes) - 1, len(drawn.tree.path) - 1
+    return f"{count} drafted tokens, {accepted} accepted (green), the target's own token in blue"
 
 
 def _draw_nodes(axes: Axes, drawn: Drawn, order: list[int], depths: dict[int, int]) -> None:
@@ -366,41 +451,36 @@ def _draw_mask(axes: Axes, tree: TreeStep, order: list[int]) -> None:
 # Figures of scripts/accelerator_report.py.
 
 
-def draw_accelerator(record: AcceleratorRecord) -> Figure | None:
-    """Draws v over the positions of a target call, and the time of a token over the forced α.
+def list_accelerator_panels(record: AcceleratorRecord) -> dict[str, Panel]:
+    """Returns what draws v over the positions of a call, and times over the forced α, by name.
 
-    Each target and number of rows has a line; plain decoding's time is dotted. Returns None if
-    neither was measured.
+    What was not measured has no panel.
     """
     timed = [(one, one.milliseconds) for one in record.figures if one.milliseconds is not None]
-    calls: dict[str, list[tuple[float, float]]] = {}
-    speculative: dict[tuple[str, Any], list[tuple[float, float]]] = {}
-    plain: dict[tuple[str, Any], float] = {}
+    calls: Points = {}
+    speculative: Points = {}
+    plain: dict[str, float] = {}
     for one, times in timed:
-        target, batch = one.target or "-", "-" if one.batch is None else one.batch
+        target = shorten(one.target or "-")
+        line = f"{target}, batch {'-' if one.batch is None else one.batch}"
         if one.kind == "call" and one.v is not None and one.width is not None:
             calls.setdefault(target, []).append((one.width, one.v))
         if one.kind == "speculative" and one.alpha is not None:
-            speculative.setdefault((target, batch), []).append((one.alpha, times.median))
+            speculative.setdefault(line, []).append((one.alpha, times.median))
         if one.kind == "plain":
-            plain[target, batch] = times.median
-    if not calls and not speculative:
-        return None
-    labels = ("positions of a target call", "v"), ("forced α", "milliseconds for a token of a row")
-    figure, (cost, speed) = _new_panels(*labels)
-    figure.set_size_inches(11, 4.5)
-    for target, points in calls.items():
-        cost.plot(*zip(*sorted(points)), "o-", label=shorten(target))
-    cost.axhline(1, color="grey", linewidth=1)
-    for (target, batch), points in speculative.items():
-        label = f"{shorten(target)}, batch {batch}"
-        (line,) = speed.plot(*zip(*sorted(points)), "o-", label=label)
-        if (target, batch) in plain:
-            speed.axhline(plain[target, batch], color=line.get_color(), linestyle=":", linewidth=1)
-    if speculative:
-        speed.set_title("dotted: plain decoding", fontsize="medium")
-    for axes, lines in ((cost, calls), (speed, speculative)):
-        if lines:
-            axes.set(ylim=(0, None))
-            axes.legend(fontsize="small")
-    return figure
+            plain[line] = times.median
+    panels = {
+        "v over the positions of a target call": (calls, "positions of a target call", {}),
+        "ms for a token of a row (dotted: plain)": (speculative, "forced α", plain),
+    }
+    return {
+        name: functools.partial(_draw_points, *drawn) for name, drawn in panels.items() if drawn[0]
+    }
+
+
+def _draw_points(points: Points, label: str, plain: Mapping[str, float], axes: Axes) -> None:
+    for name, pairs in points.items():
+        (line,) = axes.plot(*zip(*sorted(pairs)), "o-", label=name.replace("$", r"\$"))
+        if name in plain:
+            axes.axhline(plain[name], color=line.get_color(), linestyle=":", linewidth=1)
+    axes.set(xlabel=label, ylim=(0, None))

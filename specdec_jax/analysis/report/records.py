@@ -154,6 +154,7 @@ class SpeculativeRecord(Record):
     synthetic_alpha: Share | None
     stats: StatsRecord
     differences: list[Any]
+    compared: bool = True
     predicted: Entries[Text, Number] | None
     prediction: Text = "with_lengths"
     improvement: SpreadRecord
@@ -168,6 +169,7 @@ class TreeRecord(Record):
     predicted: Number | None = None
     verify_cost: Number
     differences: list[Any]
+    compared: bool = True
     improvement: SpreadRecord
 
 

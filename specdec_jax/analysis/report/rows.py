@@ -83,7 +83,7 @@ def _benchmark_rows(record: BenchmarkRecord) -> list[Row]:
                 tokens_per_call=stats.tokens_per_target_call,
                 predicted=(variant.predicted or {}).get(variant.prediction),
                 improvement=variant.improvement.spread(),
-                differ=len(variant.differences),
+                differ=len(variant.differences) if variant.compared else None,
                 bare_cost_ratio=bare.cost_ratio if bare else None,
                 bare_verify_cost=bare.verify_cost.get(gamma) if bare else None,
                 drafted_alpha=stats.acceptance_rate,
@@ -98,7 +98,7 @@ def _benchmark_rows(record: BenchmarkRecord) -> list[Row]:
                 verify_cost=tree.verify_cost,
                 tokens_per_call=tree.stats.tokens_per_target_call,
                 improvement=tree.improvement.spread(),
-                differ=len(tree.differences),
+                differ=len(tree.differences) if tree.compared else None,
             )
         )
     return found
