@@ -32,6 +32,8 @@ from tools.accelerator_figures import ModelPair, ReportSetup, TimedFigure, Unsup
 from tools.accelerator_stages import Stage
 from tools.compiled_text import bodies, computations
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 TINY = ReportSetup(
     targets=("t5_1_1/large",),
     tiny=True,
@@ -119,7 +121,6 @@ def run(script, path, planned, threads=2, seconds=1e9):
     return {line["figure"]: line for line in json.loads(path.read_text())["figures"]}, missing
 
 
-@pytest.mark.slow
 def test_every_figure_is_in_the_record_whatever_becomes_of_it(script, tmp_path, capsys):
     path, made = tmp_path / "a.json", []
 

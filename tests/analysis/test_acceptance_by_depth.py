@@ -14,6 +14,8 @@ from specdec_jax.decoding.generate import generate
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.speculative.sampling import SamplingConfig
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 V = 12
 TARGET, DRAFT = HashModel(V, 0, spread=6.0), HashModel(V, 1, likeness=0.7, spread=6.0)
 INPUTS = [[2 + number, 3] for number in range(8)]

@@ -57,7 +57,6 @@ def test_command(specdec, sentences, tmp_path, drafter):
     assert (record["cost_ratio_alone"] is None) == (drafter == "lookup") and "best gamma: " in out
 
 
-@pytest.mark.slow
 def test_command_compares(specdec, sentences, tmp_path):
     files = ["--input_file", sentences, "--output", tmp_path / "record.json"]
     code, out, err = specdec(
@@ -154,7 +153,7 @@ def test_figure_is_a_picture(tmp_path):
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-@tiers.parametrize(
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--drafter="], "drafter: got nothing, expected"),
@@ -175,7 +174,6 @@ def test_figure_is_a_picture(tmp_path):
         (["--plot=no/such/folder/figure.png"], "in a folder that exists"),
         (["--input_file=no.txt"], "input_file: got 'no.txt', which is no file"),
     ],
-    first=23,
 )
 def test_bad_input(specdec, flags, message):
     code, out, err = specdec("measure", *FLAGS, "--drafter=DRAFTER", *flags)

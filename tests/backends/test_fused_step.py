@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 from jax.experimental.pallas import tpu as pltpu
 from toy_models import noisy_copy, tiny_t5
 
@@ -77,8 +76,7 @@ def make_rejected_cache(network, rows: int):
 T5_1_0 = dict(mlp_activations=("relu",), logits_via_embedding=True)
 
 
-@pytest.mark.slow
-@tiers.parametrize(
+@pytest.mark.parametrize(
     ("rows", "length", "shape"),
     [
         (3, 1, dict(dtype="float32", mlp_dim=256)),
@@ -89,7 +87,6 @@ T5_1_0 = dict(mlp_activations=("relu",), logits_via_embedding=True)
         pytest.param(3, 2, dict(dtype="bfloat16", num_heads=6), marks=SLOW),
         pytest.param(1, 1, dict(dtype="bfloat16", **T5_1_0), marks=SLOW),
     ],
-    first=1,
 )
 def test_numbers_are_those_of_the_layers(monkeypatch, rows, length, shape):
     """Rows at their own positions, around the edge of a tile, of inputs with padding.

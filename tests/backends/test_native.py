@@ -229,7 +229,6 @@ def test_compilers_that_know_no_native(tmp_path, compiler):
 # What does not.
 
 
-@pytest.mark.slow
 @needs_compiler
 @tiers.parametrize(
     ("what", "reason"),
@@ -245,7 +244,7 @@ def test_compilers_that_know_no_native(tmp_path, compiler):
         ('echo none > "$output"', r"the self-test failed: OSError: kernel\.so: .*"),
         ('cp "$libraries/wrong.so" "$output"', "the self-test failed: .*"),
     ],
-    first=23,
+    first=2,
 )
 def test_failures_are_reported_and_remembered(
     tmp_path, compiler, capsys, monkeypatch, settings, what, reason

@@ -70,7 +70,7 @@ def close(got, expected):
     assert np.abs(got - expected).max(initial=0) <= 4e-6
 
 
-@tiers.parametrize("biased", [True, False], first=4)
+@pytest.mark.parametrize("biased", [True, False])
 @tiers.parametrize("K", [3, 8, 20, 24, 64, 72], first=4)
 def test_self_attention(K, biased):
     """At the first slot, the last ones, and past them, where XLA's updates go, too.

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 
 from specdec_jax.backends.cpu import native, packed_weights
 from specdec_jax.backends.cpu.packed_weights import PackedWeight
@@ -396,7 +395,7 @@ CALLS = {
 }
 
 
-@tiers.parametrize("target", CALLS, first=6)
+@pytest.mark.parametrize("target", CALLS)
 def test_shapes_that_do_not_fit(target):
     arguments, results, attributes, misfits = CALLS[target]
 

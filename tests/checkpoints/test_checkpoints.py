@@ -11,7 +11,6 @@ import make_checkpoints as make
 import ml_dtypes
 import numpy as np
 import pytest
-import tiers
 from golden_models import GOLDEN
 from make_checkpoints import FORMATS, PARAMS, TENSORS, TINY, TINY_1_0, model_of
 
@@ -41,7 +40,7 @@ def same_shape(config):
     return dataclasses.replace(config, scale_decoder_outputs=None, dropout_rate=0.0)
 
 
-@tiers.parametrize("form", FORMATS, first=7)
+@pytest.mark.parametrize("form", FORMATS)
 def test_every_format_gives_the_parameters(form, tmp_path):
     FORMATS[form](tmp_path / "model")
     model = loader.load(tmp_path / "model", "float32")

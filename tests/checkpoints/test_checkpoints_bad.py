@@ -9,7 +9,6 @@ import flax.serialization
 import make_checkpoints as make
 import numpy as np
 import pytest
-import tiers
 from golden_models import GOLDEN
 from make_checkpoints import FORMATS, PARAMS, TENSORS, TINY
 
@@ -283,7 +282,7 @@ BAD = {
 }
 
 
-@tiers.parametrize("case", BAD, first=23)
+@pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_rejected_in_one_line(case, tmp_path, monkeypatch):
     source, damage, message = BAD[case]
     path = tmp_path / "model"

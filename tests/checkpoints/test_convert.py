@@ -370,7 +370,7 @@ BAD = {
 }
 
 
-@tiers.parametrize("case", BAD, first=6)
+@pytest.mark.parametrize("case", BAD)
 def test_bad_input(case, tmp_path, capsys):
     argv, message = BAD[case]
     make.FORMATS["own"](tmp_path / "source")

@@ -12,7 +12,6 @@ import subprocess
 import sys
 
 import pytest
-import tiers
 from hostile_cases import CASES
 
 SECONDS, MEGABYTES = 5, 200
@@ -59,7 +58,7 @@ def outcomes(tmp_path_factory):
     return result
 
 
-@tiers.parametrize("name", CASES, first=23)
+@pytest.mark.parametrize("name", CASES)
 def test_one_line_that_names_the_file(name, outcomes):
     result = outcomes[name]
     assert result is not None, "the process hung or died"

@@ -15,6 +15,8 @@ from specdec_jax.checkpoints.stored_tensor import StoredTensor
 from specdec_jax.commands import main
 from specdec_jax.models.parameters import flatten
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 SHAPES = {"1.1": TINY, "1.0": TINY_1_0}
 WO = "decoder/layers_0/mlp/wo/kernel"
 

@@ -134,7 +134,6 @@ def test_demo_of_a_tree(specdec, tmp_path):
     )
 
 
-@pytest.mark.slow
 @tiers.parametrize("verifier", demo._AS_TREE, first=1)
 def test_a_traced_chain_is_the_chain(pair, verifier):
     """The tree with one branch in its place has the same tokens, accepted and added."""

@@ -11,7 +11,6 @@ import command_line
 import devices
 import numpy as np
 import pytest
-import tiers
 from devices import SPECDEC, Pipe, fill, names, null_device
 from sample_records import BENCHMARK, MEASURE
 
@@ -62,7 +61,7 @@ SUFFIX = {"figures": ".html", "count": ".npz"}
 COMMANDS = ["generate", "benchmark", "measure", "tune", "tune's choice", "figures", "count"]
 
 
-@tiers.parametrize("command", COMMANDS, first=5)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_commands_write_through(specdec, commands, tmp_path, command):
     folder = tmp_path / "folder"
     folder.mkdir()

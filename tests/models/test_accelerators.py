@@ -116,7 +116,6 @@ def wide_calls(network, inputs):
     return found, network.head(states)
 
 
-@pytest.mark.slow
 @tiers.parametrize(("family", "rows"), [(t5, 1), (t5, 3), (wide, 1)], first=1)
 def test_tokens_that_fill_tiles_change_nothing(family, rows):
     plain, filled = (
@@ -247,7 +246,6 @@ def test_two_positions_cost_what_one_does_but_for_several_rows_of_xlas_on_a_tpu(
     assert free("tpu", 2) and not free("tpu", 3)
 
 
-@pytest.mark.slow
 @tiers.parametrize(("platform", "min_query_len"), [("gpu", 2), ("tpu", 8)], first=1)
 @tiers.parametrize("family", [t5, wide, gpt], first=1)
 def test_few_positions_of_a_row_are_fed_as_more(family, platform, min_query_len):
@@ -295,7 +293,6 @@ def test_a_cache_for_nodes_has_the_slots_that_were_asked_for(platform, rows):
         assert found[-1] >= slots and found[-1] % 16 == 0
 
 
-@pytest.mark.slow
 @tiers.parametrize("platform", ["gpu", "tpu"], first=1)
 @tiers.parametrize("most", [24, 25, 30, 31], first=1)
 def test_a_tree_of_one_row_decodes_whatever_slots_it_has(platform, most):

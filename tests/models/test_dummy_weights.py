@@ -12,6 +12,8 @@ from specdec_jax.models import dummy_weights
 from specdec_jax.models.meshes import make_mesh
 from specdec_jax.models.parameters import flatten, parameter_shapes
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 T5 = sd.T5Config(96, 64, 2, 32, 2, 2, 128, dtype="bfloat16")
 GPT = sd.GPTConfig(96, 64, 2, 2, 128, num_positions=32)
 

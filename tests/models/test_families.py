@@ -24,6 +24,8 @@ from specdec_jax.models.layers import Dense
 from specdec_jax.models.network import initial_params
 from specdec_jax.models.t5 import T5Config, check_t5
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 PACKAGE = pathlib.Path(sd.__file__).parent
 CLASSES = {"T5Config", "GPTConfig"}
 # The families' own files; what reads other people's files of one family, or knows another library
@@ -212,7 +214,6 @@ def bag(seed: int, config: BagConfig = TINY) -> sd.LanguageModel:
     return sd.LanguageModel.random(config, seed, eos_ids=())
 
 
-@pytest.mark.slow
 @tiers.parametrize("temperature", [0.0, 1.0], first=1)
 def test_a_family_from_outside_decodes_speculatively_as_plainly(temperature):
     target = bag(0)

@@ -7,7 +7,6 @@ import command_line
 import make_checkpoints as make
 import numpy as np
 import pytest
-import tiers
 import tokenizers
 from toy_models import tiny_t5
 
@@ -45,7 +44,7 @@ def changed(model: sd.LanguageModel, name: str, factor: float = 1.5) -> sd.Langu
     )
 
 
-@tiers.parametrize("shape", SHAPES, first=1)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_every_weight_counts(shape):
     model = sd.LanguageModel.random(SHAPES[shape], 1)
     names = list(flatten(model.params))
@@ -64,7 +63,7 @@ def test_the_last_bit_counts_for_a_job_but_not_for_a_pair():
     assert other.fingerprint == model.fingerprint and other.contents != model.contents
 
 
-@tiers.parametrize("dtype", ["float32", "int8"], first=1)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_stored_model_has_one_fingerprint_whatever_the_dtype_format_and_layout(
     dtype, tmp_path, monkeypatch
 ):
@@ -199,7 +198,6 @@ def test_fingerprints_differ_where_the_same_tokens_get_other_ids():
 # Jobs that resume.
 
 
-@pytest.mark.slow
 def test_a_job_that_resumes_with_other_files_under_the_same_paths_is_rejected(
     capsys, tmp_path, monkeypatch
 ):

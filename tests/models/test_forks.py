@@ -4,13 +4,15 @@ import os
 import warnings
 
 import pytest
-import tiers
 from toy_models import tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.models import forks
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+pytestmark = [
+    pytest.mark.usefixtures("quick"),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork"),
+]
 
 
 def in_child(function) -> str:
@@ -50,8 +52,7 @@ CALLS = {
 }
 
 
-@pytest.mark.slow
-@tiers.parametrize("name", CALLS, first=6)
+@pytest.mark.parametrize("name", CALLS)
 def test_a_forked_child_gets_an_error(name):
     model = tiny_t5(0)
     message = in_child(lambda: CALLS[name](model))

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import tiers
 from golden_models import DRAFTERS, engine_tokens, golden_hf_models, greedy_tokens
 
 from specdec_jax.checkpoints.loader import load
@@ -31,7 +30,7 @@ def test_greedy_tokens_of_a_padded_batch(golden):
     np.testing.assert_array_equal(tokens, io["greedy"])
 
 
-@tiers.parametrize("drafter", DRAFTERS, first=2)
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_greedy_tokens_of_the_decode_loop(golden, drafter):
     model, io = golden
     early = (int(io["early_eos_id"]),)

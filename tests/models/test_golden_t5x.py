@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-import tiers
 from golden_models import DRAFTERS, engine_tokens, greedy_tokens, unpack_t5x
 
 from specdec_jax.checkpoints.loader import load
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,8 @@ def test_greedy_tokens(golden, decode):
     np.testing.assert_array_equal(greedy_tokens(model, *request(io, decode)), io[decode])
 
 
-@tiers.parametrize("decode", DECODES, first=1)
-@tiers.parametrize("drafter", DRAFTERS, first=1)
+@pytest.mark.parametrize("decode", DECODES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_greedy_tokens_of_the_decode_loop(golden, decode, drafter):
     model, _, io = golden
     np.testing.assert_array_equal(

@@ -55,7 +55,7 @@ def test_logits_of_whole_sequences_and_of_their_ends():
     np.testing.assert_allclose(rest, expected, rtol=0, atol=1e-4)
 
 
-@tiers.parametrize("name", DRAFTERS, first=4)
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_greedy_tokens_of_prompts_of_different_lengths(name):
     """One batch is padded on the right; Hugging Face decoded each alone, padded on the left."""
     assert IO["greedy_margin"] > 0.01 and len(set(IO["input_lengths"].tolist())) == 4

@@ -62,21 +62,29 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(folder):
+    """One device beside two times two."""
+    return result(start(folder, "2x2"))
+
+
+@pytest.fixture(scope="module")
+def others(folder):
+    """Other meshes, and tables for every layer."""
     return result(start(folder, "meshes"))
 
 
-@pytest.mark.slow
 def test_tokens_are_those_of_one_device(runs):
-    """Rows of argmax and drawn ones, with a drafter and without.
-
-    The argmax ones are those of programs that build no distribution.
-    """
+    """Rows of argmax and drawn ones, with a drafter."""
     alone = runs["none"]
     assert runs["2x2"] == alone
     assert 0 < alone["accepted"] < alone["drafted"], "some drafts must be accepted, and some not"
+
+
+@pytest.mark.slow
+def test_tokens_of_programs_without_a_distribution(runs, others):
+    """Rows of argmax alone, with a drafter and without."""
     for name in ("1x4, argmax", "1x1, plain, argmax"):
-        assert runs[name]["tokens"][:2] == alone["tokens"][:2]
-    assert runs["1x4, argmax"]["tokens"] == runs["1x1, plain, argmax"]["tokens"]
+        assert others[name]["tokens"][:2] == runs["none"]["tokens"][:2]
+    assert others["1x4, argmax"]["tokens"] == others["1x1, plain, argmax"]["tokens"]
 
 
 @pytest.mark.slow
@@ -97,35 +105,48 @@ def test_the_rest_of_the_table(folder):
     assert found["gpt"] < 1e-5 and found["gpt tokens"][0] == found["gpt tokens"][1]
 
 
-def test_a_table_for_every_layer_is_divided(runs):
-    alone, divided = runs["tables"]["tokens"]
-    assert alone == divided and runs["tables"]["part"] == [2, 32]
+@pytest.mark.slow
+def test_a_table_for_every_layer_is_divided(others):
+    alone, divided = others["tables"]["tokens"]
+    assert alone == divided and others["tables"]["part"] == [2, 32]
 
 
 def test_nothing_compiles_twice(runs):
     assert runs["compiled again"] == 0
 
 
+def assert_parts(found: dict, parts: int) -> None:
+    """Asserts that a model is the stored one, in so many parts."""
+    assert found["same weights"]
+    shapes = {
+        "token_embedder/embedding": [V // parts, WIDTH],
+        "encoder/layers_0/attention/value/kernel": [WIDTH, INNER // parts],
+        "decoder/layers_0/self_attention/query/kernel": [WIDTH, INNER // parts],
+        "decoder/layers_0/encoder_decoder_attention/out/kernel": [INNER // parts, WIDTH],
+        "decoder/layers_0/mlp/wi_1/kernel": [WIDTH, HIDDEN // parts],
+        "decoder/layers_0/mlp/wo/kernel": [HIDDEN // parts, WIDTH],
+        "decoder/logits_dense/kernel": [WIDTH, V // parts],
+        "decoder/relpos_bias/rel_embedding": [H // parts, 32],
+        "decoder/decoder_norm/scale": [WIDTH],
+    }
+    assert {name: found["parts"][name] for name in shapes} == shapes
+
+
+WO = "decoder/layers_0/mlp/wo/kernel"
+
+
 def test_parameters_are_restored_into_parts(runs):
-    for mesh, parts in (("1x1", 1), ("2x2", 2), ("1x4", 4)):
-        found = runs["of " + mesh]
-        assert found["same weights"]
-        shapes = {
-            "token_embedder/embedding": [V // parts, WIDTH],
-            "encoder/layers_0/attention/value/kernel": [WIDTH, INNER // parts],
-            "decoder/layers_0/self_attention/query/kernel": [WIDTH, INNER // parts],
-            "decoder/layers_0/encoder_decoder_attention/out/kernel": [INNER // parts, WIDTH],
-            "decoder/layers_0/mlp/wi_1/kernel": [WIDTH, HIDDEN // parts],
-            "decoder/layers_0/mlp/wo/kernel": [HIDDEN // parts, WIDTH],
-            "decoder/logits_dense/kernel": [WIDTH, V // parts],
-            "decoder/relpos_bias/rel_embedding": [H // parts, 32],
-            "decoder/decoder_norm/scale": [WIDTH],
-        }
-        assert {name: found["parts"][name] for name in shapes} == shapes
-    assert all(found == runs["identity"][0] for found in runs["identity"])
-    wo = "decoder/layers_0/mlp/wo/kernel"
-    assert runs["of 2x2"]["drafter parts"][wo] == [HIDDEN, WIDTH], "whole on every device"
-    assert runs["of 1x4"]["drafter parts"][wo] == [HIDDEN // 4, WIDTH], "divided, as asked for"
+    assert_parts(runs["of 2x2"], 2)
+    assert runs["identity"][0] == runs["identity"][1]
+    assert runs["of 2x2"]["drafter parts"][WO] == [HIDDEN, WIDTH], "whole on every device"
+
+
+@pytest.mark.slow
+def test_parameters_are_restored_into_other_parts(others):
+    assert_parts(others["of 1x1"], 1)
+    assert_parts(others["of 1x4"], 4)
+    assert all(found == others["identity"][0] for found in others["identity"])
+    assert others["of 1x4"]["drafter parts"][WO] == [HIDDEN // 4, WIDTH], "divided, as asked for"
 
 
 def test_caches_are_divided_and_rows_are_on_every_device(runs):

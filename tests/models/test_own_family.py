@@ -16,6 +16,8 @@ from specdec_jax.backends.backend import Backend
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.models.family import FamilyModule, ModelConfig
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 PROMPTS = [[3, 4, 5, 3, 4], [7]]
 TREE = sd.Tree.uniform((2, 1))
 MESH = ShardingRules(sd.make_mesh(1, 1))

@@ -98,7 +98,6 @@ CASES = [(name, "float32") for name in (*DECODING, *OTHERS)] + [
 ]
 
 
-@pytest.mark.slow
 @tiers.parametrize(("name", "dtype"), CASES, first=3)
 def test_every_product_asks_for_the_precision_of_its_dtype(name, dtype):
     """Lowered for a TPU: the highest precision for float32, none for bfloat16."""

@@ -62,7 +62,6 @@ def test_the_bundled_target_computes_with_the_very_integers_that_are_stored():
     assert sizes[0] < 0.35 * sizes[1]
 
 
-@pytest.mark.slow
 def test_the_bundled_target_decodes_what_it_does_widened():
     model, widened, drafter = (
         bundled(),
@@ -160,7 +159,7 @@ def test_a_drafter_stored_in_8_bits_drafts_as_it_is_stored(encoder, tmp_path):
 # Rounded while they are read.
 
 
-@tiers.parametrize("form", ["safetensors", "flax", "legacy", "orbax", "orbax scan", "own"], first=3)
+@pytest.mark.parametrize("form", ["safetensors", "flax", "legacy", "orbax", "orbax scan", "own"])
 def test_every_weight_is_rounded_by_its_columns(form, tmp_path):
     make.FORMATS[form](tmp_path / "source")
     model = sd.load(tmp_path / "source", "float32", quantize="int8")

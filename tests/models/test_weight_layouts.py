@@ -91,7 +91,6 @@ def test_other_dtypes_and_backends_keep_their_weights(dtype, backend, monkeypatc
     assert not packed_weights.can_pack(dtype)
 
 
-@pytest.mark.slow
 @tiers.parametrize("make", MODELS, first=1)
 def test_output_does_not_depend_on_the_layout(make, monkeypatch):
     """One row and several, with and without a drafter; layouts differ by rounding."""

@@ -69,9 +69,8 @@ def logits(model, rng):
     return model.logits(None if model.config.decoder_only else rng.integers(2, 24, (3, 5)), tokens)
 
 
-@pytest.mark.slow
-@tiers.parametrize(
-    "name", ["T5 1.0", pytest.param("T5", marks=SLOW), pytest.param("GPT", marks=SLOW)], first=1
+@pytest.mark.parametrize(
+    "name", ["T5 1.0", pytest.param("T5", marks=SLOW), pytest.param("GPT", marks=SLOW)]
 )
 def test_a_model_computes_what_its_widened_numbers_do(name):
     model = sd.LanguageModel.random(SHAPES[name], quantize="int8")

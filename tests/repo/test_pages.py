@@ -1,5 +1,6 @@
 """The pages' Python runs as it stands, their links lead somewhere, their tables are complete."""
 
+import ast
 import re
 
 import pages
@@ -50,6 +51,19 @@ def test_python_examples(name, tmp_path, monkeypatch, capsys):
     assert name != "README.md" or capsys.readouterr().out.strip(), (
         "the README's example shows something"
     )
+
+
+@every_page
+def test_python_examples_name_what_is_there(name):
+    """Also those of pages that take long to run."""
+    trees = [ast.parse(body) for _, body in python(name)]
+    named = {
+        node.attr
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "sd"
+    }
+    assert not [attribute for attribute in named if not hasattr(sd, attribute)]
 
 
 def test_readme_has_an_example():

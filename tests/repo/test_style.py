@@ -1,9 +1,11 @@
 """Style that ruff has no rule for, or that a run without ruff must notice, in falling bounds."""
 
 import ast
+import functools
 import pathlib
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 
@@ -13,26 +15,32 @@ DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
 MAX_COLUMNS, MAX_PARAMETERS = 100, 8
 
 
-def read_trees(folder: str) -> list[ast.AST]:
-    """Returns all nodes of a folder's Python files."""
+class Facts(NamedTuple):
+    """What is counted of a folder's Python files, which are parsed once."""
+
+    wide_lines: int
+    docstrings: list[str]
+    parameters: list[list[ast.arg]]
+    lambdas_in_tuples: int
+
+
+@functools.cache
+def read_facts(folder: str) -> Facts:
+    """Returns what is counted of a folder; wide lines are those without an address."""
+    wide, docstrings, parameters, lambdas = 0, [], [], 0
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")]
     if not texts:
         pytest.skip("no checkout here")
-    return [node for text in texts for node in ast.walk(ast.parse(text))]
-
-
-def count_wide_lines(folder: str) -> int:
-    """Returns the number of lines over 100 columns, but for those with an address."""
-    paths = (ROOT / folder).rglob("*.py")
-    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
-    return sum(len(line) > MAX_COLUMNS and "://" not in line for line in lines)
-
-
-def share_of_long_openings(folder: str) -> float:
-    """Returns the share of docstrings whose first paragraph has more than one line."""
-    nodes = [node for node in read_trees(folder) if isinstance(node, DOCUMENTED)]
-    docstrings = [docstring for node in nodes if (docstring := ast.get_docstring(node))]
-    return sum("\n" in docstring.split("\n\n")[0] for docstring in docstrings) / len(docstrings)
+    for text in texts:
+        wide += sum(len(line) > MAX_COLUMNS and "://" not in line for line in text.splitlines())
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, DOCUMENTED) and (docstring := ast.get_docstring(node)):
+                docstrings.append(docstring)
+            if isinstance(node, FUNCTIONS):
+                parameters.append(list_parameters(node))
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+                lambdas += any(isinstance(one, ast.Lambda) for one in node.value.elts)
+    return Facts(wide, docstrings, parameters, lambdas)
 
 
 def list_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
@@ -42,24 +50,31 @@ def list_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[as
     return [parameter for parameter in every if parameter.arg not in ("self", "cls")]
 
 
+def count_wide_lines(folder: str) -> int:
+    """Returns the number of lines over 100 columns, but for those with an address."""
+    return read_facts(folder).wide_lines
+
+
+def share_of_long_openings(folder: str) -> float:
+    """Returns the share of docstrings whose first paragraph has more than one line."""
+    docstrings = read_facts(folder).docstrings
+    return sum("\n" in docstring.split("\n\n")[0] for docstring in docstrings) / len(docstrings)
+
+
 def share_of_bare_parameters(folder: str) -> float:
     """Returns the share of parameters without annotation."""
-    functions = [node for node in read_trees(folder) if isinstance(node, FUNCTIONS)]
-    parameters = [one for function in functions for one in list_parameters(function)]
+    parameters = [one for function in read_facts(folder).parameters for one in function]
     return sum(one.annotation is None for one in parameters) / len(parameters)
 
 
 def count_functions_of_many_parameters(folder: str) -> int:
     """Returns the number of functions with more than 8 parameters."""
-    functions = [node for node in read_trees(folder) if isinstance(node, FUNCTIONS)]
-    return sum(len(list_parameters(function)) > MAX_PARAMETERS for function in functions)
+    return sum(len(parameters) > MAX_PARAMETERS for parameters in read_facts(folder).parameters)
 
 
 def count_lambdas_in_tuples(folder: str) -> int:
     """Returns the number of lambdas that get a name as a member of a tuple."""
-    nodes = [node for node in read_trees(folder) if isinstance(node, ast.Assign)]
-    tuples = [node.value for node in nodes if isinstance(node.value, ast.Tuple)]
-    return sum(any(isinstance(one, ast.Lambda) for one in value.elts) for value in tuples)
+    return read_facts(folder).lambdas_in_tuples
 
 
 # The greatest value in each folder. They may only fall.

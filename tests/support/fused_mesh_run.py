@@ -2,6 +2,8 @@
 
 It is a process of its own, since the number of devices is fixed when JAX starts.
 
+    python fused_mesh_run.py "2x2, 4" "1x4, 1"    # meshes and numbers of rows
+
 Prints one JSON object: for each mesh and number of rows the shapes that reached the kernel on a
 device, and how far numbers are from those of XLA's layers.
 """
@@ -9,6 +11,7 @@ device, and how far numbers are from those of XLA's layers.
 import functools
 import json
 import os
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +62,7 @@ def difference(mesh: tuple[int, int], rows: int, calls: list) -> float:
     return max(jax.tree.leaves(gaps))
 
 
-def main() -> dict:
+def main(cases: list[str]) -> dict:
     packed_weights.can_pack = lambda dtype: False
     calls: list = []
     step = functools.partial(fused_step.decode_states, interpret=True)
@@ -73,12 +76,14 @@ def main() -> dict:
         tpu or cpu or default
     )(*given)
     results = {}
-    for mesh, rows in (((1, 4), 1), ((1, 4), 3), ((2, 2), 4), ((4, 1), 4), ((2, 2), 2)):
-        gap = difference(mesh, rows, calls)
-        results[f"{mesh[0]}x{mesh[1]}, {rows}"] = {"difference": gap, "calls": list(calls)}
+    for case in cases:
+        mesh, rows = case.split(", ")
+        data, model = map(int, mesh.split("x"))
+        gap = difference((data, model), int(rows), calls)
+        results[case] = {"difference": gap, "calls": list(calls)}
     return results
 
 
 if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)
-    print(json.dumps(main()))
+    print(json.dumps(main(sys.argv[1:])))

@@ -30,10 +30,12 @@ def settings(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
-    """Makes a folder of libraries: "works.so", "crashes.so" and "wrong.so"."""
+    """Makes a folder of libraries: "works.so", "crashes.so" and "wrong.so".
+
+    The first is a copy of the one that all tests run with.
+    """
     folder = tmp_path_factory.mktemp("libraries")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.delenv(native.SETTING, raising=False)
         result = native._find()
     shutil.copy(result.path, folder / "works.so")

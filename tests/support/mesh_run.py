@@ -2,7 +2,7 @@
 
 It is a process of its own, since the number of devices is fixed when JAX starts.
 
-    python mesh_run.py FOLDER meshes|more            # four devices: several meshes
+    python mesh_run.py FOLDER 2x2|meshes|more        # four devices: one mesh, or several
     python mesh_run.py FOLDER process NUMBER PORT    # one of two processes with a device each
 
 Prints one JSON object.
@@ -137,24 +137,14 @@ def tables() -> dict:
     }
 
 
-def meshes(folder: pathlib.Path) -> dict:
-    """Returns tokens on several meshes, and where arrays lie on one of two times two."""
+def two_by_two(folder: pathlib.Path) -> dict:
+    """Returns tokens on one device and on two times two, where arrays lie, and what is rejected."""
     alone = load(folder, None)
-    first = load(folder, sd.make_mesh(1, 1))
-    four = load(folder, sd.make_mesh(1, 4), True)
     target, drafter = load(folder, sd.make_mesh(2, 2))
-    found: dict = {
-        "none": decode(*alone),
-        "2x2": decode(target, drafter),
-        "1x4, argmax": decode(*four, ARGMAX),
-    }
-    found["1x1, plain, argmax"] = decode(first[0], None, ARGMAX)
+    found: dict = {"none": decode(*alone), "2x2": decode(target, drafter)}
     found["compiled again"] = compilations(lambda: decode(target, drafter))
-    stored = flatten(alone[0].params)
-    for name, models in (("1x1", first), ("2x2", (target, drafter)), ("1x4", four)):
-        found["of " + name] = described(*models, stored)
-    found["identity"] = [identity(model) for model in (alone[0], first[0], target, four[0])]
-    found["tables"] = tables()
+    found["of 2x2"] = described(target, drafter, flatten(alone[0].params))
+    found["identity"] = [identity(alone[0]), identity(target)]
     state, request = sd.prepare(target, INPUTS, drafter=drafter, **options(range(4)))
     state = advance(request.network, request.drafter, state, np.int32(2**31 - 1))
     found["on every device"] = all(
@@ -178,6 +168,21 @@ def meshes(folder: pathlib.Path) -> dict:
         rejected(command(mesh="1x3").load),
         rejected(command(mesh="2x2", drafter="lookup", shard_drafter=True).load),
     ]
+    return found
+
+
+def meshes(folder: pathlib.Path) -> dict:
+    """Returns tokens of argmax rows on two other meshes, each device's parts, and tables'."""
+    alone = sd.load(folder / "target", "float32")
+    first, four = load(folder, sd.make_mesh(1, 1)), load(folder, sd.make_mesh(1, 4), True)
+    found = {
+        "1x4, argmax": decode(*four, ARGMAX),
+        "1x1, plain, argmax": decode(first[0], None, ARGMAX),
+        "identity": [identity(model) for model in (alone, first[0], four[0])],
+        "tables": tables(),
+    }
+    for name, models in (("1x1", first), ("1x4", four)):
+        found["of " + name] = described(*models, flatten(alone.params))
     return found
 
 
@@ -241,5 +246,5 @@ def process(folder: pathlib.Path, number: str, port: str) -> dict:
 if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)
     where = pathlib.Path(sys.argv[1])
-    what = {"meshes": meshes, "more": more, "process": process}[sys.argv[2]]
+    what = {"2x2": two_by_two, "meshes": meshes, "more": more, "process": process}[sys.argv[2]]
     print(json.dumps(what(where, *sys.argv[3:])))

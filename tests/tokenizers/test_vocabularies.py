@@ -9,7 +9,6 @@ import time
 
 import make_checkpoints
 import pytest
-import tiers
 from golden_models import GOLDEN
 
 from specdec_jax.checkpoints import converter, loader
@@ -339,7 +338,7 @@ def regex_tokenizer(pattern: str) -> str:
     return tokenizer_json(normalizer=None, pre_tokenizer=split)
 
 
-@tiers.parametrize(
+@pytest.mark.parametrize(
     "pattern",
     [
         *(
@@ -354,7 +353,6 @@ def regex_tokenizer(pattern: str) -> str:
         ),
         *sorted(checks.PUBLISHED),
     ],
-    first=10,
 )
 def test_expressions_of_published_tokenizers_take_time_in_proportion_to_the_text(pattern):
     vocabulary = vocabularies.TokenizerJsonVocabulary(regex_tokenizer(pattern))
