@@ -1,4 +1,4 @@
-"""Reads the documentation: the README, the packages' pages, and the bundled pair's model card."""
+"""Reads the documentation: the README, the packages' pages, the bundled pair's model card, others."""
 
 import pathlib
 import re
@@ -23,7 +23,7 @@ def require_checkout() -> None:
 
 def pages() -> list[pathlib.Path]:
     found = [README, *sorted(PACKAGE.glob("*/README.md")), PACKAGE / "bundled/ende/README.md"]
-    found.append(ROOT / "scripts/README.md")
+    found += [ROOT / "scripts/README.md", ROOT / ".github/CONTRIBUTING.md"]
     return [path for path in found if path.is_file()]
 
 
