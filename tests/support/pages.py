@@ -1,4 +1,4 @@
-"""Reads the documentation: the README, the packages' pages, the bundled pair's model card, others."""
+"""Reads the documentation: README, the pages of packages, the bundled model card, others."""
 
 import pathlib
 import re
