@@ -1,0 +1,155 @@
+"""Measures the figures of the pages, stage by stage, and renders the pages' tables.
+
+    python scripts/results.py --data=DATA            # about an hour on two cores
+    python scripts/results.py --data=DATA --quick    # about ten minutes
+    python scripts/results.py --render               # renders only
+
+Run it alone on the machine. Everything is decoded with the bundled pair; the ways of decoding of
+one table take turns, sentence by sentence. The record is `results/PROCESSOR.json` beside this
+script; it is rewritten after every stage, and a run that was killed resumes with the stages that
+its record lacks. A stage that cannot run is recorded with the reason, and the others follow. Then
+the tables between `<!-- results: STAGE TEXT -->` and `<!-- end -->` in all pages are rendered: a
+row is a way of decoding, a column is a machine.
+
+DATA has a folder for each text, `ende/test.tsv.gz` for example, as the model card of the bundled
+pair describes them; the text `sentences` comes with the package. CTranslate2 and transformers
+(extra `peers`) and libtpu (extra `tpu-aot`) are measured where they are installed.
+"""
+
+import datetime
+import json
+import pathlib
+import re
+import subprocess
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import app, flags
+
+from specdec_jax.analysis import machine
+from specdec_jax.files.writing import write_file
+from tools import result_stages
+from tools.result_stages import STAGES, Settings
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "scripts" / "results"
+_DATA = flags.DEFINE_string("data", None, "Folder of the texts; without it only `sentences`.")
+_QUICK = flags.DEFINE_bool("quick", False, "Fewer sentences and passes: about ten minutes.")
+_ONLY = flags.DEFINE_list("only", list(STAGES), "Stages to measure, comma-separated.")
+_AGAIN = flags.DEFINE_bool("again", False, "Measure stages anew that the record has.")
+_RENDER = flags.DEFINE_bool("render", False, "Render the pages' tables, measure nothing.")
+_MARKED = re.compile(r"(<!-- results: ([^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"got {argv[1]!r}, expected flags only")
+    if unknown := sorted(set(_ONLY.value) - set(STAGES)):
+        raise app.UsageError(f"only: got {unknown[0]!r}, expected some of {', '.join(STAGES)}")
+    if not _RENDER.value:
+        measure(Settings(_DATA.value, _QUICK.value), _ONLY.value, _AGAIN.value)
+    for page in render_pages(read_records()):
+        print(f"rendered {page.relative_to(ROOT)}")
+
+
+def measure(settings: Settings, names: Sequence[str], again: bool) -> None:
+    """Measures stages, and writes the record after each."""
+    described = machine.describe_machine()
+    name = re.sub(r"[^a-z0-9]+", "-", described["processor"].lower()).strip("-")
+    path = RECORDS / f"{name}.json"
+    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"stages": {}}
+    record |= {"machine": described}
+    todo = [one for one in names if again or "rows" not in record["stages"].get(one, {})]
+    minutes = sum(STAGES[one].minutes[settings.quick] for one in todo)
+    print(f"{len(todo)} stages, about {minutes:g} minutes on two cores: {', '.join(todo)}")
+    for one in todo:
+        print(f"{one}: about {STAGES[one].minutes[settings.quick]:g} minutes", flush=True)
+        start = time.perf_counter()
+        found: dict[str, Any] = {}
+        try:
+            found["rows"] = STAGES[one].measure(settings)
+        except result_stages.Skipped as reason:
+            found["skipped"] = str(reason)
+        except Exception as error:  # the others follow
+            found["failed"] = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
+        found |= {
+            "seconds": round(time.perf_counter() - start, 1),
+            "command": f"scripts/results.py --only={one}" + " --quick" * settings.quick,
+            "commit": find_commit(),
+            "date": datetime.date.today().isoformat(),
+        }
+        record["stages"][one] = found
+        RECORDS.mkdir(exist_ok=True)
+        write_file(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        print(f"{one}: {found.get('skipped') or found.get('failed') or 'measured'}", flush=True)
+
+
+def find_commit() -> str | None:
+    """Returns the commit that is checked out, None outside a clone."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    return ended.stdout.strip() or None
+
+
+def read_records() -> list[dict[str, Any]]:
+    """Returns the records of all machines."""
+    paths = sorted(RECORDS.glob("*.json"))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def render_pages(records: Sequence[Mapping[str, Any]]) -> list[pathlib.Path]:
+    """Renders the tables of all pages, and returns the pages that changed."""
+    changed = []
+    for page in [ROOT / "README.md", *sorted(ROOT.glob("specdec_jax/**/*.md"))]:
+        old = page.read_text(encoding="utf-8")
+        new = render_text(old, records)
+        if new != old:
+            write_file(page, new)
+            changed.append(page)
+    return changed
+
+
+def render_text(text: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a page with the tables between its marks rendered from records."""
+
+    def render(mark: re.Match) -> str:
+        return f"{mark[1]}{make_table(mark[2], records)}\n{mark[3]}"
+
+    return _MARKED.sub(render, text)
+
+
+def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the Markdown table `STAGE TEXT`: a row for each case, a column for each machine.
+
+    Raises:
+      ValueError: there is no such stage.
+    """
+    stage, _, text = name.partition(" ")
+    if stage not in STAGES:
+        raise ValueError(
+            f"results: got {name!r} on a page, expected a stage of {', '.join(STAGES)}"
+        )
+    parts = [record["stages"].get(stage, {}) for record in records]
+    columns = [part.get("rows", {}).get(text, {}) for part in parts]
+    heads = [
+        f"{record['machine']['processor']}, {record['machine']['cores']} cores, "
+        f"{part.get('date', 'not measured')}"
+        for record, part in zip(records, parts)
+    ]
+    lines = [f"| {STAGES[stage].title} | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    for case in dict.fromkeys(case for column in columns for case in column):
+        cells = [
+            STAGES[stage].format(column[case]) if case in column else "-" for column in columns
+        ]
+        lines.append(f"| {case} | {' | '.join(cells)} |")
+    if not any(columns):
+        why = {part.get("skipped") or part.get("failed") or "not measured yet" for part in parts}
+        lines.append(f"| {'; '.join(sorted(why)) or 'not measured yet'} |{' |' * len(heads)}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    app.run(main)
