@@ -62,6 +62,7 @@ def test_the_bundled_target_computes_with_the_very_integers_that_are_stored():
     assert sizes[0] < 0.35 * sizes[1]
 
 
+@pytest.mark.slow
 def test_the_bundled_target_decodes_what_it_does_widened():
     model, widened, drafter = (
         bundled(),

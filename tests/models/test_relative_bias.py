@@ -320,7 +320,7 @@ DRAFTED = {
 
 
 @pytest.mark.slow
-@tiers.parametrize("drafter", DRAFTED, first=1)
+@pytest.mark.parametrize("drafter", DRAFTED)
 def test_every_kind_of_draft_leaves_the_tokens(drafter, model):
     result = sd.generate(
         model,
