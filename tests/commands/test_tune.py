@@ -318,8 +318,8 @@ def sentences(tmp_path):
 
 @tiers.parametrize(
     ("drafter", "gammas", "flags"),
-    [("DRAFTER", (2,), ["--temperature=1"]), ("random", (2, 1), [])],
-    ids=["drawn", "argmax"],
+    [("random", (2, 1), []), ("DRAFTER", (2,), ["--temperature=1"])],
+    ids=["argmax", "drawn"],
     first=1,
 )
 def test_command(specdec, tmp_path, sentences, drafter, gammas, flags):

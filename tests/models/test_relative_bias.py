@@ -347,7 +347,7 @@ def test_refilled_rows_and_samples(model):
         np.testing.assert_array_equal(outputs[place][0].tokens, IO["greedy"][place % 3])
 
 
-@tiers.parametrize("dtype", ["bfloat16", "float32"], first=1)
+@tiers.parametrize("dtype", ["float32", "bfloat16"], first=1)
 def test_speculative_decoding_is_plain_decoding(dtype, folder):
     target = sd.load(folder, dtype)
     arguments = (IO["inputs"], IO["input_lengths"], 12, ())
@@ -355,6 +355,7 @@ def test_speculative_decoding_is_plain_decoding(dtype, folder):
     np.testing.assert_array_equal(plain, drafted)
 
 
+@pytest.mark.slow
 def test_in_8_bits(folder, model, tmp_path):
     """The tables stay as they are, however the weights are stored or kept."""
     sd.convert(folder, tmp_path / "int8", "specdec", "int8")
