@@ -120,6 +120,7 @@ def run(script, path, planned, threads=2, seconds=1e9):
     return {line["figure"]: line for line in json.loads(path.read_text())["figures"]}, missing
 
 
+@pytest.mark.slow
 def test_every_figure_is_in_the_record_whatever_becomes_of_it(script, tmp_path, capsys):
     path, made = tmp_path / "a.json", []
 

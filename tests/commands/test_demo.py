@@ -89,6 +89,7 @@ def test_demo_promises_no_more_than_it_keeps(specdec, flags, promise):
     )
 
 
+@pytest.mark.slow
 def test_demo_of_a_tree(specdec, tmp_path):
     """One call is drawn, with as many tokens as the sentence says; the times are those of trees."""
     plot = tmp_path / "tree.svg"

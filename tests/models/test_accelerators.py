@@ -293,8 +293,9 @@ def test_a_cache_for_nodes_has_the_slots_that_were_asked_for(platform, rows):
         assert found[-1] >= slots and found[-1] % 16 == 0
 
 
-@tiers.parametrize("platform", ["gpu", "tpu"], first=1)
-@tiers.parametrize("most", [24, 25, 30, 31], first=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("most", [24, 25, 30, 31])
 def test_a_tree_of_one_row_decodes_whatever_slots_it_has(platform, most):
     plain = sd.generate(t5(), INPUTS[:1], max_new_tokens=most)
     target = laid_out(t5(), platform)

@@ -83,6 +83,7 @@ def test_a_stored_model_has_one_fingerprint_whatever_the_dtype_format_and_layout
         assert other.quantized == (dtype == "int8" and usable)
 
 
+@pytest.mark.slow
 def test_the_bundled_pair_and_stored_heads(tmp_path):
     drafter = sd.load("ende/drafter", "float32")
     for dtype in ("float32", "bfloat16"):

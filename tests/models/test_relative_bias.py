@@ -387,6 +387,7 @@ def test_training_moves_every_table():
             assert np.abs(leaf).max() > 0, name
 
 
+@pytest.mark.slow
 def test_copies_of_layers_have_copies_of_tables():
     params = initial_params(TINY.module(), jax.random.key(0))
     deeper = deepen(params, "decoder", 5)

@@ -97,7 +97,8 @@ def check_calls(network, widths, rows):
         )
 
 
-@tiers.parametrize("family", ["gpt", "t5"], first=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt", "t5"])
 def test_calls(family):
     check_calls(model(family, 512).network, (9,), (3,))
 

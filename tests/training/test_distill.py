@@ -218,6 +218,7 @@ def final_params(output):
     return saved.restore(train._make_abstract_state(config))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_in_both_stages_ends_as_an_undisturbed_one(
     undisturbed, models, language, tmp_path, monkeypatch, capsys
 ):
