@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 from absl import app
 from absl.flags import FLAGS
 from sample_records import ACCELERATOR, parse
@@ -121,6 +120,7 @@ def run(script, path, planned, threads=2, seconds=1e9):
     return {line["figure"]: line for line in json.loads(path.read_text())["figures"]}, missing
 
 
+@pytest.mark.slow
 def test_every_figure_is_in_the_record_whatever_becomes_of_it(script, tmp_path, capsys):
     path, made = tmp_path / "a.json", []
 
@@ -402,7 +402,7 @@ def test_the_floor_is_bytes_over_the_bandwidth_of_copies():
 
 
 @pytest.mark.slow
-@tiers.parametrize("dtype, width", [("bfloat16", 2), ("float32", 4)], first=1)
+@pytest.mark.parametrize("dtype, width", [("bfloat16", 2), ("float32", 4)])
 def test_bytes_are_those_of_the_weights_of_a_step(dtype, width):
     config = ReportSetup(tiny=True, dtype=dtype).config("t5_1_1/large")
     params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)

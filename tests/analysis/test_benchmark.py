@@ -456,7 +456,7 @@ def test_the_timed_verification_is_the_engines(target, verifier):
 
 
 @pytest.mark.slow
-@tiers.parametrize("verifier", SAMPLED, first=1)
+@pytest.mark.parametrize("verifier", SAMPLED)
 def test_the_timed_verification_stays_in_its_loop(verifier, optimised):
     """Nothing of the vocabulary's width (97) is computed outside of the loop for its body.
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 import toy
 import toy_processors
 from measured_pair import ACCEPTED
@@ -254,7 +253,8 @@ def test_counting_and_scoring_agree(greedy):
     assert [accepted for accepted, _ in counted.by_depth["block"]] == pytest.approx(rates.tolist())
 
 
-@tiers.parametrize("verifier", ["token", "block"], first=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("verifier", ["token", "block"])
 def test_calls_expected_when_sampling_are_those_made_on_average(verifier):
     """Means over 512 rows each, of other samples: five standard errors apart at most."""
     how = options(temperature=1.0, verifier=verifier, seed=3)
@@ -290,7 +290,8 @@ SAMPLED = {
 }
 
 
-@tiers.parametrize("name", sorted(SAMPLED, reverse=True), first=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SAMPLED, reverse=True))
 def test_counting_and_overlap_agree_on_the_same_positions(name):
     """Corollary 3.6, on the real random path: within three standard errors of 256 rows."""
     how = options(seed=1, **SAMPLED[name])
@@ -341,6 +342,7 @@ def test_counting_and_overlap_are_one_with_argmax():
     assert found.counted == found.overlap and found.difference == 0 and 0 < found.counted < 1
 
 
+@pytest.mark.slow
 def test_another_drafters_distribution_does_not_agree(monkeypatch):
     """The comparison separates a drafter from a worse one, and positions from their neighbours."""
     drafter, inputs = (

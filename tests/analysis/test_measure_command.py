@@ -57,6 +57,7 @@ def test_command(specdec, sentences, tmp_path, drafter):
     assert (record["cost_ratio_alone"] is None) == (drafter == "lookup") and "best gamma: " in out
 
 
+@pytest.mark.slow
 def test_command_compares(specdec, sentences, tmp_path):
     files = ["--input_file", sentences, "--output", tmp_path / "record.json"]
     code, out, err = specdec(

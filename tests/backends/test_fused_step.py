@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from jax.experimental.pallas import tpu as pltpu
 from toy_models import noisy_copy, tiny_t5
 
@@ -76,6 +77,7 @@ def make_rejected_cache(network, rows: int):
 T5_1_0 = dict(mlp_activations=("relu",), logits_via_embedding=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "length", "shape"),
     [
@@ -209,13 +211,14 @@ def test_calls_that_the_kernel_takes():
     assert not takes(mlp_dim=128 * 512)
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     ("preset", "rows", "most"),
     [
         ("t5_1_1/small", 8, 688),
         ("t5_1_1/base", 4, 240),
         pytest.param("t5_1_1/small", 1, 4096, marks=SLOW),
     ],
+    first=1,
 )
 def test_as_many_slots_as_the_page_says_fit(preset, rows, most):
     config = PRESETS[preset].replace(dtype="bfloat16")

@@ -165,7 +165,7 @@ def gpt() -> sd.LanguageModel:
 
 
 @pytest.mark.slow
-@tiers.parametrize(
+@pytest.mark.parametrize(
     ("family", "options"),
     [
         (t5, dict(gamma=3)),
@@ -178,7 +178,6 @@ def gpt() -> sd.LanguageModel:
         ),
         pytest.param(t5, dict(tree=sd.Tree.uniform((2, 1))), marks=SLOW),
     ],
-    first=1,
 )
 def test_tokens_are_those_of_xla(interpreted, family, options):
     """With and without a drafter; self-attention over a tree's nodes is XLA's own."""

@@ -226,6 +226,7 @@ def test_process_reads_writes_and_keeps_what_it_compiled(pair, tmp_path, quick_e
     assert any((tmp_path / "specdec_jax").iterdir())
 
 
+@pytest.mark.slow
 def test_process_error():
     done = process("generate", "--target=no/such/model", "hello", environment={})
     assert done.returncode == 2 and not done.stdout

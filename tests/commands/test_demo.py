@@ -9,7 +9,6 @@ import command_line
 import jax
 import numpy as np
 import pytest
-import tiers
 from sample_records import parse
 
 import specdec_jax as sd
@@ -75,13 +74,13 @@ def test_picture_of_the_demo(specdec, tmp_path):
     )
 
 
-@tiers.parametrize(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("flags", "promise"),
     [
         (["--temperature=1"], "is distributed as if the target alone"),
         (["--verifier=lenient", "--lenience=0.5"], "accepts tokens that the target would not"),
     ],
-    first=1,
 )
 def test_demo_promises_no_more_than_it_keeps(specdec, flags, promise):
     assert (
@@ -90,6 +89,7 @@ def test_demo_promises_no_more_than_it_keeps(specdec, flags, promise):
     )
 
 
+@pytest.mark.slow
 def test_demo_of_a_tree(specdec, tmp_path):
     """One call is drawn, with as many tokens as the sentence says; the times are those of trees."""
     plot = tmp_path / "tree.svg"
@@ -134,7 +134,8 @@ def test_demo_of_a_tree(specdec, tmp_path):
     )
 
 
-@tiers.parametrize("verifier", demo._AS_TREE, first=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("verifier", demo._AS_TREE)
 def test_a_traced_chain_is_the_chain(pair, verifier):
     """The tree with one branch in its place has the same tokens, accepted and added."""
     target, drafter = (sd.load(pair / name, dtype="float32") for name in ("target", "drafter"))

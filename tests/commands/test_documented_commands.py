@@ -22,8 +22,7 @@ cache = command_line.cache
 HELP = [line for lines in help_page.EXAMPLES.values() for line in lines]
 ON_PAGES = [shlex.join(argv) for argv in documented.all_commands()]
 # Cheap on toy models. The others time, search or measure.
-TRAINING = ("distill", "train", "train_heads")
-_QUICK = ("generate", "count", "convert", *TRAINING)
+_QUICK = ("generate", "count", "convert", "distill", "train", "train_heads")
 CHEAP = [line for line in HELP if line.split()[1] in _QUICK]
 CHEAP.append("specdec figures --output=report.html")
 # What a command needs that need not be here, and how the error begins that says so.
@@ -81,14 +80,8 @@ def smaller(argv: list[str]) -> list[str]:
     return added
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param(line, marks=pytest.mark.slow if line.split()[1] in TRAINING else ())
-        for line in CHEAP
-    ],
-    ids=lambda line: " ".join(line.split()[1:2]),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("line", CHEAP, ids=lambda line: " ".join(line.split()[1:2]))
 def test_cheap_examples_of_the_help_run(line, run):
     """In their order: some read what others write."""
     assert run(line) is None

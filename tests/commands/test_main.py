@@ -119,6 +119,7 @@ def test_a_tree(generate, pair, tmp_path, form):
     assert (tmp_path / "out.txt").read_text(encoding="utf-8").splitlines() == expected(pair)
 
 
+@pytest.mark.slow
 def test_a_sample_does_not_depend_on_its_batch(generate):
     arguments = ["--temperature=1", "--seed=7"]
     together = generate(*arguments, *SENTENCES)

@@ -147,6 +147,7 @@ def test_min_new_tokens(decode, library, pair):
     assert [len(record["tokens"]) for record in decode(ends, "--min_new_tokens=3")] == [4, 4]
 
 
+@pytest.mark.slow
 def test_typical_epsilon(decode):
     """A threshold that every drafted token passes, against one that few do."""
 
@@ -184,6 +185,7 @@ def test_deadline(decode):
     assert all(1 <= len(record["tokens"]) <= 3 for record in records)
 
 
+@pytest.mark.slow
 def test_samples_stand_side_by_side(decode, library):
     records = decode("--temperature=1", "--seed=3", "--num_samples=3")
     assert [(record["tokens"], record["text"]) for record in records] == library(

@@ -135,6 +135,7 @@ def test_a_killed_suite_resumes(specdec, monkeypatch, tmp_path):
     assert text.count("synthetic, α = 0.4") >= 4 and "prompt lookup" in text
 
 
+@pytest.mark.slow
 def test_one_command_makes_the_page(specdec, tmp_path):
     output, report = tmp_path / "records.jsonl", tmp_path / "report.html"
     few = ["--gamma=1", "--synthetic_alpha=1"]

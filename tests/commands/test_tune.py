@@ -318,8 +318,8 @@ def sentences(tmp_path):
 
 @tiers.parametrize(
     ("drafter", "gammas", "flags"),
-    [("DRAFTER", (2,), ["--temperature=1"]), ("random", (2, 1), [])],
-    ids=["drawn", "argmax"],
+    [("random", (2, 1), []), ("DRAFTER", (2,), ["--temperature=1"])],
+    ids=["argmax", "drawn"],
     first=1,
 )
 def test_command(specdec, tmp_path, sentences, drafter, gammas, flags):
@@ -358,7 +358,8 @@ def test_command(specdec, tmp_path, sentences, drafter, gammas, flags):
     assert all(bool(output["stats"]["drafted"]) == (chosen != "plain") for output in outputs)
 
 
-@tiers.parametrize("temperature", [0, 1], first=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0, 1])
 def test_command_with_trees(specdec, tmp_path, sentences, monkeypatch, temperature):
     """A tree that is worth its draft wins: `generate` then drafts it, with the same outputs."""
     tree, config = Choice(2, "block", "parents:0,0,1"), tmp_path / "tuned.gin"
@@ -404,6 +405,7 @@ def test_command_with_trees(specdec, tmp_path, sentences, monkeypatch, temperatu
         assert [output["text"] for output in outputs] == plain
 
 
+@pytest.mark.slow
 def test_no_trees_where_acceptance_is_counted(specdec, tmp_path, sentences):
     files = [
         "--input_file",

@@ -59,10 +59,9 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.slow
-@tiers.parametrize(
+@pytest.mark.parametrize(
     ("family", "rows"),
     [(t5, 1), (gpt, 3), pytest.param(t5, 3, marks=SLOW), pytest.param(gpt, 1, marks=SLOW)],
-    first=1,
 )
 def test_logits_do_not_depend_on_the_layout_of_caches(family, rows):
     """In calls over one and several positions, and over nodes of a tree."""
@@ -116,7 +115,8 @@ def wide_calls(network, inputs):
     return found, network.head(states)
 
 
-@tiers.parametrize(("family", "rows"), [(t5, 1), (t5, 3), (wide, 1)], first=1)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "rows"), [(t5, 1), (t5, 3), (wide, 1)])
 def test_tokens_that_fill_tiles_change_nothing(family, rows):
     plain, filled = (
         wide_calls(laid_out(family(), platform).network, INPUTS[:rows])
@@ -126,7 +126,7 @@ def test_tokens_that_fill_tiles_change_nothing(family, rows):
 
 
 @pytest.mark.slow
-@tiers.parametrize("family", [t5, wide], first=1)
+@pytest.mark.parametrize("family", [t5, wide])
 def test_nine_tokens_are_computed_as_whole_tiles(family):
     """Of one row always, of three rows only fifteen or sixteen; on a TPU alone."""
 
@@ -247,7 +247,7 @@ def test_two_positions_cost_what_one_does_but_for_several_rows_of_xlas_on_a_tpu(
 
 
 @tiers.parametrize(("platform", "min_query_len"), [("gpu", 2), ("tpu", 8)], first=1)
-@tiers.parametrize("family", [t5, wide, gpt], first=1)
+@tiers.parametrize("family", [gpt, t5, wide], first=1)
 def test_few_positions_of_a_row_are_fed_as_more(family, platform, min_query_len):
     """A GPU feeds two positions for one, a TPU eight for up to seven.
 
@@ -293,8 +293,9 @@ def test_a_cache_for_nodes_has_the_slots_that_were_asked_for(platform, rows):
         assert found[-1] >= slots and found[-1] % 16 == 0
 
 
-@tiers.parametrize("platform", ["gpu", "tpu"], first=1)
-@tiers.parametrize("most", [24, 25, 30, 31], first=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("most", [24, 25, 30, 31])
 def test_a_tree_of_one_row_decodes_whatever_slots_it_has(platform, most):
     plain = sd.generate(t5(), INPUTS[:1], max_new_tokens=most)
     target = laid_out(t5(), platform)

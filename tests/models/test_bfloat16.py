@@ -48,6 +48,7 @@ def test_only_near_ties_differ(rows, gammas):
     assert differing < 0.2 * len(gammas) * rows, "most rows stay the same"
 
 
+@pytest.mark.slow
 def test_the_tolerance_is_small():
     """Most positions have a margin far above the tolerance, so that the test above could fail."""
     target = tiny_t5(0, 128, emb_dim=64, head_dim=32, mlp_dim=64, dtype="bfloat16")

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 
 import specdec_jax as sd
 from specdec_jax.backends.backend import Backend
@@ -214,7 +213,8 @@ def bag(seed: int, config: BagConfig = TINY) -> sd.LanguageModel:
     return sd.LanguageModel.random(config, seed, eos_ids=())
 
 
-@tiers.parametrize("temperature", [0.0, 1.0], first=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_family_from_outside_decodes_speculatively_as_plainly(temperature):
     target = bag(0)
     # Of another seed, or of fewer layers: some of its drafts are taken.

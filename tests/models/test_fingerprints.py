@@ -7,6 +7,7 @@ import command_line
 import make_checkpoints as make
 import numpy as np
 import pytest
+import tiers
 import tokenizers
 from toy_models import tiny_t5
 
@@ -44,7 +45,7 @@ def changed(model: sd.LanguageModel, name: str, factor: float = 1.5) -> sd.Langu
     )
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@tiers.parametrize("shape", SHAPES, first=1)
 def test_every_weight_counts(shape):
     model = sd.LanguageModel.random(SHAPES[shape], 1)
     names = list(flatten(model.params))
@@ -63,7 +64,7 @@ def test_the_last_bit_counts_for_a_job_but_not_for_a_pair():
     assert other.fingerprint == model.fingerprint and other.contents != model.contents
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@tiers.parametrize("dtype", ["float32", "int8"], first=1)
 def test_a_stored_model_has_one_fingerprint_whatever_the_dtype_format_and_layout(
     dtype, tmp_path, monkeypatch
 ):
@@ -82,6 +83,7 @@ def test_a_stored_model_has_one_fingerprint_whatever_the_dtype_format_and_layout
         assert other.quantized == (dtype == "int8" and usable)
 
 
+@pytest.mark.slow
 def test_the_bundled_pair_and_stored_heads(tmp_path):
     drafter = sd.load("ende/drafter", "float32")
     for dtype in ("float32", "bfloat16"):

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 from gpt_inputs import IO, PROMPTS, decode, decode_golden, golden, tiny
 from gpt_models import FOLDER
 from toy_models import HashModel, compilations, noisy_copy
@@ -164,6 +163,7 @@ def test_what_lies_past_a_prompt_does_not_matter():
         np.testing.assert_array_equal(alone.tokens[0], clean.tokens[row])
 
 
+@pytest.mark.slow
 def test_samples_share_their_prompt():
     """Four rows each time: of four prompts, and of two, whose cache is repeated."""
     prompts, key = [[3, 4, 5], [7], [0, 0], [9, 3]], jax.random.key(3)
@@ -242,7 +242,8 @@ def test_after_warm_up_nothing_compiles():
     assert compilations(prompts_of_every_length) == 0
 
 
-@tiers.parametrize("refill", [True, False], first=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("refill", [True, False])
 def test_prompts_of_long_jobs_are_padded_to_their_own_length(monkeypatch, refill):
     """Every prompt gives what it gives in one batch; states of short ones have fewer slots."""
     rng, widths = np.random.default_rng(2), []
@@ -267,6 +268,7 @@ def test_prompts_of_long_jobs_are_padded_to_their_own_length(monkeypatch, refill
     assert set(widths) == {(8, count_slots(8 + 6, 0)), (12, count_slots(12 + 6, 0))}
 
 
+@pytest.mark.slow
 def test_streamed_text_is_the_text():
     drafter, prompts = (
         DRAFTERS["model"](golden()),

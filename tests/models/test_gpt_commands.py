@@ -276,6 +276,7 @@ def test_benchmark():
     )
 
 
+@pytest.mark.slow
 def test_what_is_measured_of_a_prompt():
     """Measures the cache after a prompt, the margin of its next id, and the models' agreement."""
     target, draft = tiny(), noisy_copy(tiny(), 0.3)

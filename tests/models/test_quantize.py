@@ -62,6 +62,7 @@ def test_the_bundled_target_computes_with_the_very_integers_that_are_stored():
     assert sizes[0] < 0.35 * sizes[1]
 
 
+@pytest.mark.slow
 def test_the_bundled_target_decodes_what_it_does_widened():
     model, widened, drafter = (
         bundled(),
@@ -319,6 +320,7 @@ def test_what_is_stored_in_8_bits_is_written_as_it_is(form, tmp_path):
             )
 
 
+@pytest.mark.slow
 def test_other_formats_get_the_widened_numbers(tmp_path):
     model = sd.load(save_tiny(tmp_path / "model"), "float32")
     for number, (form, dtype) in enumerate(

@@ -108,7 +108,7 @@ print((status("VmHWM") - before) / weights)
 @pytest.mark.skipif(
     not pathlib.Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc"
 )
-@tiers.parametrize("quantize", ["int8", ""], first=1)
+@pytest.mark.parametrize("quantize", ["int8", ""])
 def test_peak_memory_is_near_the_size_of_8_bits(quantize, tmp_path):
     for name, layers in (("large", 16), ("small", 1)):
         shape = dataclasses.replace(

@@ -320,7 +320,7 @@ DRAFTED = {
 
 
 @pytest.mark.slow
-@tiers.parametrize("drafter", DRAFTED, first=1)
+@pytest.mark.parametrize("drafter", DRAFTED)
 def test_every_kind_of_draft_leaves_the_tokens(drafter, model):
     result = sd.generate(
         model,
@@ -347,7 +347,7 @@ def test_refilled_rows_and_samples(model):
         np.testing.assert_array_equal(outputs[place][0].tokens, IO["greedy"][place % 3])
 
 
-@tiers.parametrize("dtype", ["bfloat16", "float32"], first=1)
+@tiers.parametrize("dtype", ["float32", "bfloat16"], first=1)
 def test_speculative_decoding_is_plain_decoding(dtype, folder):
     target = sd.load(folder, dtype)
     arguments = (IO["inputs"], IO["input_lengths"], 12, ())
@@ -355,6 +355,7 @@ def test_speculative_decoding_is_plain_decoding(dtype, folder):
     np.testing.assert_array_equal(plain, drafted)
 
 
+@pytest.mark.slow
 def test_in_8_bits(folder, model, tmp_path):
     """The tables stay as they are, however the weights are stored or kept."""
     sd.convert(folder, tmp_path / "int8", "specdec", "int8")
@@ -386,6 +387,7 @@ def test_training_moves_every_table():
             assert np.abs(leaf).max() > 0, name
 
 
+@pytest.mark.slow
 def test_copies_of_layers_have_copies_of_tables():
     params = initial_params(TINY.module(), jax.random.key(0))
     deeper = deepen(params, "decoder", 5)

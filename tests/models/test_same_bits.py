@@ -97,7 +97,8 @@ def check_calls(network, widths, rows):
         )
 
 
-@tiers.parametrize("family", ["gpt", "t5"], first=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt", "t5"])
 def test_calls(family):
     check_calls(model(family, 512).network, (9,), (3,))
 
@@ -201,23 +202,26 @@ DRAFTS = {
 }
 
 
+# Each way of drafting with each model once: one input alone or all together, in turn.
+MODELS = [
+    ("t5", 512, None),
+    ("t5", 1024, "int8"),
+    ("t5 1.0", 1024, "w8a8"),
+    ("gpt", 1024, None),
+    ("t5", 4096, None),
+]
+DRAFTED = [
+    (name, *shape, 1 if (row + column) % 2 and name != "other lengths" else len(INPUTS))
+    for row, name in enumerate(DRAFTS)
+    for column, shape in enumerate(MODELS)
+]
+
+
 @slow
-@pytest.mark.parametrize(
-    "family, width, quantize",
-    [
-        ("t5", 512, None),
-        ("t5", 1024, "int8"),
-        ("t5 1.0", 1024, "w8a8"),
-        ("gpt", 1024, None),
-        ("t5", 4096, None),
-    ],
-)
-@pytest.mark.parametrize("name", DRAFTS)
-def test_every_way_of_drafting(name, family, width, quantize):
+@pytest.mark.parametrize("name, family, width, quantize, batch", DRAFTED)
+def test_every_way_of_drafting(name, family, width, quantize, batch):
     options = {} if name == "plain" else dict(drafter=drafter(family, width), **DRAFTS[name])
-    for batch in (1, len(INPUTS)):
-        if batch == len(INPUTS) or not isinstance(options.get("gamma"), list):
-            check_decoding(family, width, quantize, batch, **options)
+    check_decoding(family, width, quantize, batch, **options)
 
 
 @slow

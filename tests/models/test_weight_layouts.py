@@ -91,7 +91,8 @@ def test_other_dtypes_and_backends_keep_their_weights(dtype, backend, monkeypatc
     assert not packed_weights.can_pack(dtype)
 
 
-@tiers.parametrize("make", MODELS, first=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", MODELS)
 def test_output_does_not_depend_on_the_layout(make, monkeypatch):
     """One row and several, with and without a drafter; layouts differ by rounding."""
     target, other = make(), without_kernels(make, monkeypatch)
@@ -109,7 +110,7 @@ def test_output_does_not_depend_on_the_layout(make, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("make", MODELS)
+@tiers.parametrize("make", MODELS, first=1)
 def test_calls_over_several_positions_compute_the_same_bits(make):
     """Of the logits, whatever the number of positions in a call, and of rows."""
     target = make()

@@ -203,10 +203,9 @@ def test_weights_of_no_meaning_are_rounded_one_by_one(monkeypatch):
 # Figures, and what is rejected.
 
 
-@tiers.parametrize(
-    "kind, alphas",
-    [("int8", ()), pytest.param("int8", (0.5,), marks=SLOW), ("self:int8", ())],
-    first=1,
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, alphas", [("int8", ()), pytest.param("int8", (0.5,), marks=SLOW), ("self:int8", ())]
 )
 def test_the_report_of_accelerators_times_8_bits(kind, alphas):
     setup = ReportSetup(

@@ -15,7 +15,7 @@ README = TEXTS["README.md"]
 # Pages whose examples take several seconds.
 LONG = [
     f"specdec_jax/{package}/README.md"
-    for package in ("speculative", "decoding", "models", "drafters", "checkpoints")
+    for package in ("speculative", "decoding", "models", "drafters", "checkpoints", "interop")
 ]
 every_page = pytest.mark.parametrize("name", TEXTS)
 with_python = pytest.mark.parametrize(

@@ -29,9 +29,12 @@ from specdec_jax.decoding.generate import advance
 from specdec_jax.models.parameters import flatten
 
 if __name__ == "__main__":
-    os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    if sys.argv[2] == "process":
-        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+    devices = 1 if sys.argv[2] == "process" else 4
+    flags = os.environ.get("XLA_FLAGS", "")  # those that make compilations quick
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}",
+    }
 
 INPUTS = np.random.default_rng(0).integers(2, 64, (4, 6)).tolist()
 MIXED, ARGMAX, LIMITS = (0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 0.0, 0.0), (8, 5, 8, 6)

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-import tiers
 from toy_training import TINY, TINY_GPT, config_of
 
 from specdec_jax.checkpoints import converter, loader
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.mark.slow
-@tiers.parametrize("shape", [TINY, TINY_GPT], ids=["T5", "GPT"], first=1)
+@pytest.mark.parametrize("shape", [TINY, TINY_GPT], ids=["T5", "GPT"])
 def test_it_begins_as_nearly_what_the_model_is(monkeypatch, shape):
     stacks = ("decoder",) if isinstance(shape, GPTConfig) else ("decoder", "encoder")
     shallow = LanguageModel.random(dataclasses.replace(shape, num_decoder_layers=2), seed=3)

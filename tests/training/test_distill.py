@@ -130,7 +130,6 @@ def test_settings_are_there_before_the_outputs(models, language, tmp_path, monke
     assert (tmp_path / "operative.gin").read_text() == before
 
 
-@pytest.mark.slow
 def test_the_outputs_are_the_targets_own(undisturbed, models, language):
     files = outputs(undisturbed)
     parts = ("train", "validation-1", "validation-2")
@@ -219,6 +218,7 @@ def final_params(output):
     return saved.restore(train._make_abstract_state(config))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_in_both_stages_ends_as_an_undisturbed_one(
     undisturbed, models, language, tmp_path, monkeypatch, capsys
 ):

@@ -202,6 +202,7 @@ def test_a_decoder_only_model_learns_the_id_0(start, vocabularies, language, tmp
         corpus.batches(vocabulary, [tmp_path / "a.txt"], 49, 40, 0, start)
 
 
+@pytest.mark.slow
 def test_a_decoder_only_model_is_trained_further_with_its_tokenizer(vocabularies, tmp_path):
     vocabulary, shape = vocabularies["no padding"], dataclasses.replace(TINY_GPT, vocab_size=56)
     drawn = sd.LanguageModel.random(shape, vocabulary=vocabulary)

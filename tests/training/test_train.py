@@ -143,10 +143,10 @@ def test_dropout_depends_on_seed_and_step():
     assert steps(config, model, 3, seed=1)[1] != dropped
 
 
-@tiers.parametrize(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "given",
     [dict(dtype="bfloat16"), dict(model=dataclasses.replace(TINY, matmul_dtype="bfloat16"))],
-    first=1,
 )
 def test_rounded_training_keeps_float32_parameters(given):
     config = config_of(".", ".", warmup_steps=0, decay_steps=0, steps=20, **given)

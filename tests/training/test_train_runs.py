@@ -121,6 +121,7 @@ def test_export_takes_the_best_or_the_newest(finished, tmp_path):
         train.export(tmp_path, tmp_path / "x")
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_another_schedule_but_no_other_model(
     finished, language, tmp_path, capsys
 ):
