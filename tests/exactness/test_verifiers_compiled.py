@@ -161,6 +161,18 @@ def test_jax_takes_the_enumerated_decisions(name, point, dtype):
         assert np.any(result != decide(np.where(accept == 0, -1e-9, accept)))
 
 
+def test_block_verification_scales_the_residual():
+    """By hand: π_1 = ½ and h_1 = .3 / (.3 + ½); ½ · p − q is (.25, .05, 0), p − q (.5, .2, 0).
+
+    On the grid above no residual depends on π.
+    """
+    p = np.array([[[0.5, 0.25, 0.25], [0.5, 0.3, 0.2], [0.2, 0.3, 0.5]]])
+    q = np.array([[[1, 0, 0], [0, 0.1, 0.9]]])
+    uniforms = np.array([[0.2, 0.9]]), np.full((1, 3), 0.75)  # between 5/7 and 5/6
+    result = run("block", p, q, np.array([[0, 2]]), np.array([2]), *uniforms)
+    np.testing.assert_array_equal(result, [[1, 0]])
+
+
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_without_a_draft_the_next_token_is_the_targets(name):
     size = len(GRID)
