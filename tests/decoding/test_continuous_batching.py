@@ -194,6 +194,9 @@ def test_queues_hold_every_input_once():
                 )
             assert all(len(places) >= 4 * size for _, places in found[:-1])
             assert len(found) == 1 or len(found[-1][1]) >= size
+    # One short input alone would leave all rows but one idle.
+    found = continuous_batching.make_queues([100] * 12 + [1], 3)
+    assert found == [(inputs.bucket_length(100), [*range(13)])]
 
 
 BAD = [

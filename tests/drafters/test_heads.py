@@ -132,6 +132,20 @@ def test_head_i_gives_token_1_plus_i_after_its_state():
     assert np.all((draft.tokens == repetition) | ~valid)
 
 
+def test_token_i_of_a_draft_is_head_i_s():
+    """Heads that all say the same, as above, do not show which of them is read."""
+    state, request = decode(drafter(True), function=prepare)
+    state = sd.advance(request.network, request.drafter, state, np.int32(1))
+    best = np.argmax(request.drafter.network.logits(state.draft_state.states), axis=-1)
+    assert np.any(best[:, 1:] != best[:, :-1])
+    _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, np.full(B, 4, np.int32)))(
+        request.drafter, state
+    )
+    valid = np.arange(best.shape[1]) < np.asarray(draft.num_drafted)[:, None]
+    assert np.any(valid[:, 1:])
+    np.testing.assert_array_equal(np.where(valid, draft.tokens[:, : best.shape[1]], best), best)
+
+
 # --- Distributions ---
 
 V = 6

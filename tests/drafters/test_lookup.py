@@ -239,6 +239,13 @@ def test_tables_equal_counting_in_python(order, start, alphabet):
         assert best[row] == np.argmax(expected)
 
 
+def test_before_a_prompt_stand_start_tokens():
+    """A prompt need not begin with one: after (0, 1) comes 2, after (1, 1) comes 3."""
+    table = NGramTable.count([[1, 2], [4, 1, 1, 3]], V, 3, start_token=0)
+    rows = table.rows(np.array([[1, 1], [1, 1]]), np.array([1, 2]))
+    assert np.asarray(table.ranked(rows, 1)).tolist() == [[2], [3]]
+
+
 WRONG = [
     (dict(sequences=[]), "sequences: got no id at all"),
     (

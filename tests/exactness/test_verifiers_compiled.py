@@ -161,6 +161,20 @@ def test_jax_takes_the_enumerated_decisions(name, point, dtype):
         assert np.any(result != decide(np.where(accept == 0, -1e-9, accept)))
 
 
+def test_block_verification_by_hand():
+    """What the grid above does not see, since all of its π are 0 or 1.
+
+    Row 0 has π_1 = ½ and h_1 = .3 / (.3 + ½); ½ · p − q is (.25, .05, 0), p − q (.5, .2, 0). Row 1
+    has π_1 = min(1, 3) and π_2 = 2/9; without the bound it would be 2/3.
+    """
+    then = [[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]]
+    p = np.array([[[0.5, 0.25, 0.25], *then], [[0.9, 0.05, 0.05], *then]])
+    q = np.array([[[1, 0, 0], [0, 0.1, 0.9]], [[0.3, 0.7, 0], [0, 0.1, 0.9]]])
+    uniforms = np.array([[0.2, 0.9], [0.2, 0.4]]), np.full((2, 3), 0.75)  # between 5/7 and 5/6
+    result = run("block", p, q, np.array([[0, 2]] * 2), np.array([2, 2]), *uniforms)
+    np.testing.assert_array_equal(result, [[1, 0], [1, 1]])
+
+
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_without_a_draft_the_next_token_is_the_targets(name):
     size = len(GRID)

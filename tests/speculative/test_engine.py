@@ -196,6 +196,17 @@ def test_every_id_as_eos(name):
     assert hits > 20
 
 
+def test_id_0_may_be_an_eos():
+    """The outputs above hardly have it; here it is made likely. Row 8 of the pitfalls."""
+    likely = SamplingConfig(logit_bias={0: 3.0})
+    expected, lengths = cut(run(sampling=likely).tokens, (0,))
+    assert np.sum((1 < lengths) & (lengths < LIMIT)) > 2
+    for name in ("none", "noisy copy"):
+        result = run(drafter=name, sampling=likely, eos_ids=(0,))
+        np.testing.assert_array_equal(result.tokens, expected)
+        np.testing.assert_array_equal(result.lengths, lengths)
+
+
 def test_eos_in_a_sampled_draft():
     """The committed tokens up to the EOS are those of the same key without it.
 

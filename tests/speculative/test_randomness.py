@@ -131,6 +131,12 @@ def test_draw_never_takes_weight_zero(vocab, bits):
     assert np.all(np.take_along_axis(weights, ids[:, None], axis=1) > 0)
 
 
+def test_every_positive_weight_can_be_drawn():
+    """A weight of less than 2⁻³¹ of the sum is rounded up, and is drawn by the greatest words."""
+    weights = np.array([[1, 1e-12, 0]], np.float32)
+    assert draw(weights, np.full((1, 2), 2**32 - 1, np.uint32)).tolist() == [1]
+
+
 def test_nothing_is_drawn_from_what_is_no_distribution():
     weights = np.ones((5, 300), np.float32)
     weights[0, 200], weights[1], weights[2, 3], weights[3, 299] = np.nan, 0, np.inf, -np.nan
