@@ -14,7 +14,9 @@ import pytest
 from golden_models import unpack_t5x
 
 import specdec_jax as sd
+from specdec_jax.checkpoints import loader
 from specdec_jax.commands import main
+from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary
 
 if importlib.util.find_spec("t5x") is None:
     pytest.skip("t5x is not installed", allow_module_level=True)
@@ -209,3 +211,51 @@ def test_the_infer_command_with_beams(golden, tmp_path):
     ]
     scores = [[line["aux"]["scores"] for line in lines] for lines in (ours, plain)]
     assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+
+
+WHOLE_RUN = """
+from __gin__ import dynamic_registration
+from t5x import utils
+from t5x.examples.t5 import network
+
+include "t5x/flan_t5_xxl_v4_8.gin"
+
+FILE = "{root}/configs/examples/validation.tsv"
+VOCABULARY_FILE = "{vocabulary}"
+DRAFTER = "{folder}/drafter"
+CHECKPOINT_PATH = "{folder}/target/checkpoint_1"
+TASK_FEATURE_LENGTHS = {{"inputs": 64, "targets": 8}}
+utils.RestoreCheckpointConfig.dtype = "float32"
+network.T5Config:
+  vocab_size = 6144
+  dtype = "float32"
+  emb_dim = 32
+  num_heads = 4
+  num_encoder_layers = 1
+  num_decoder_layers = 1
+  head_dim = 8
+  mlp_dim = 64
+"""
+
+
+@pytest.mark.slow
+def test_the_run_on_a_v4_8(tmp_path, monkeypatch):
+    """The page's whole run, with small shapes on four fake devices: drafting changes no line."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_force_host_platform_device_count=4")
+    file = loader.BUNDLED / "ende/spiece.model"
+    shape = sd.T5Config(6144, 32, 4, 8, 1, 1, 64)
+    for seed, name in enumerate(("target", "drafter")):
+        model = sd.LanguageModel.random(shape, seed, SentencePieceVocabulary.load(file))
+        sd.save(model, tmp_path / name / "own")
+    sd.convert(tmp_path / "target/own", tmp_path / "target/checkpoint_1", "t5x_legacy")
+    sd.convert(tmp_path / "drafter/own", tmp_path / "drafter/checkpoint_1", "t5x")
+    settings = WHOLE_RUN.format(root=ROOT, vocabulary=file, folder=tmp_path)
+    (tmp_path / "settings.gin").write_text(settings)
+    parts = f"specdec_jax: drafter {tmp_path / 'drafter'}, gamma 7", "specdec_jax: 1 batches"
+    ours = infer(tmp_path, tmp_path / "ours", stderr_parts=parts)
+    plain = infer(tmp_path, tmp_path / "plain", "--gin.DRAFTER=None")
+    names = ("inputs", "prediction")
+    assert ours and [[line[name] for name in names] for line in ours] == [
+        [line[name] for name in names] for line in plain
+    ]
