@@ -128,7 +128,7 @@ def test_results_of_several_inputs():
     ids=["penalties", "n-grams", "synthetic"],
     first=1,
 )
-@tiers.parametrize("style", ["t5x", "huggingface"], first=1)
+@pytest.mark.parametrize("style", ["t5x", "huggingface"])
 def test_processors_see_every_beams_own_prefix(style, sampling):
     options = dict(BEAMS, sampling=sd.SamplingConfig(**sampling), beam_style=style)
     plain = sd.generate(TARGET, INPUTS, **options)
@@ -148,7 +148,7 @@ def test_processors_see_every_beams_own_prefix(style, sampling):
             assert row[1] == 6
 
 
-@tiers.parametrize("batch_size", [1, 3], first=1)
+@pytest.mark.parametrize("batch_size", [1, 3])
 def test_long_jobs_give_what_generate_gives(batch_size):
     whole = sd.generate(TARGET, INPUTS, **DRAFTED)
     found = dict(sd.decode_stream(TARGET, INPUTS, batch_size=batch_size, **DRAFTED))

@@ -34,7 +34,6 @@ def arguments(*more):
     ]
 
 
-@pytest.mark.slow
 def test_auto_is_the_default(specdec, pair, measured):
     texts = [
         specdec(*arguments(*more, "We asked")) for more in ([], ["--gamma=auto"], ["--gamma=2"])

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 from toy_models import EchoModel, HashModel, HashNetwork, Words, compilations
 from toy_options import (
     ALL,
@@ -51,7 +50,6 @@ pytestmark = pytest.mark.usefixtures("quick")
 # --- Filters and rows ---
 
 
-@pytest.mark.slow
 def test_the_drafter_is_verified_by_the_distribution_it_drew_from():
     """Drafter = target: under all processors and filters everything is accepted."""
     result = generate(
@@ -103,7 +101,6 @@ def test_limits_of_the_filters_are_argmax_and_rows_are_their_own():
     np.testing.assert_array_equal(result.adjusted_log_probs, sampled.adjusted_log_probs[order])
 
 
-@pytest.mark.slow
 def test_padding_changes_nothing():
     """A mate with a longer limit, input and prefix makes every buffer longer."""
     config = SamplingConfig(temperature=1.0, repetition_penalty=1.5, no_repeat_ngram=2)
@@ -179,7 +176,7 @@ def base(name: str):
     return generate(**{**BASE, **CHANGES[name][0]}) if same == name else base(same)
 
 
-@tiers.parametrize("name", CHANGES, first=1)
+@pytest.mark.parametrize("name", CHANGES)
 def test_every_option_has_an_effect(name):
     changes, value = CHANGES[name]
     result, unchanged = generate(**{**BASE, **changes, name: value}), base(name)

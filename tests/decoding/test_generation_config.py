@@ -47,7 +47,7 @@ def new_tokens(result):
     return [row[:length].tolist() for row, length in zip(result.tokens, result.lengths)]
 
 
-@tiers.parametrize("name", DECODED, first=3)
+@pytest.mark.parametrize("name", DECODED)
 def test_transformers_tokens(name, tmp_path):
     case = CASES[name]
     model, _ = load(folder_of(case, tmp_path / "model"))

@@ -6,7 +6,6 @@ import command_line
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 from toy_models import tiny_t5
 
 import specdec_jax as sd
@@ -59,7 +58,7 @@ DRAFTERS = {
 }
 
 
-@tiers.parametrize("name", DRAFTERS, first=1)
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_a_bad_row_is_reported_and_the_others_are_what_they_are_alone(target, sound, name):
     drafter = None if name == "plain" else sd.ModelDrafter(sound)
     how = dict(drafter=drafter, **DRAFTERS[name], **OPTIONS)

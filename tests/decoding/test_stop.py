@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 import sentencepiece
-import tiers
 from toy_models import EchoModel, HashModel
 
 from specdec_jax.decoding import generate as generate_module
@@ -209,7 +208,7 @@ def joined(pieces, rows: int):
     )
 
 
-@tiers.parametrize("name", ["bytes", "pieces"], first=1)
+@pytest.mark.parametrize("name", ["bytes", "pieces"])
 def test_texts_are_cut_and_streamed(name):
     rng, reasons = np.random.default_rng(2), []
     for number, stops in enumerate([(), *STOPS]):

@@ -74,7 +74,6 @@ def assert_same(result, expected):
 RAGGED = dict(decoder_prefix=PREFIXES, gamma=[0, 1, 2, 3, 3, 3, 2, 3])
 
 
-@pytest.mark.slow
 @tiers.parametrize(
     "layers, config", [(1, GREEDY), (3, SAMPLED)], ids=["greedy", "sampled"], first=1
 )

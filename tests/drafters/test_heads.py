@@ -217,7 +217,6 @@ def joint_distribution(model) -> np.ndarray:
     return joint.ravel()
 
 
-@pytest.mark.slow
 def test_distribution_through_the_engine():
     """The joint distribution of four tokens, with heads that are often wrong."""
     rows = 20_000
@@ -288,7 +287,6 @@ def test_saved_heads_draft_the_same(tmp_path):
     }
 
 
-@pytest.mark.slow
 def test_heads_that_do_not_fit_are_rejected(tmp_path):
     path, model = tmp_path / "heads", tmp_path / "model"
     drafter(False).save(path)

@@ -88,7 +88,6 @@ def table_for_distribution(sampled: bool):
     return sd.NGramDrafter.count(sequences, 13, 3, continuations=4, sampled=sampled)
 
 
-@pytest.mark.slow
 @tiers.parametrize(
     "how, verifier", [("sampled", "block"), ("point", "token"), ("point", "block")], first=1
 )

@@ -44,7 +44,6 @@ def decode(drafter, **options):
     return sd.generate(TARGET, INPUTS, drafter=drafter, **options)
 
 
-@pytest.mark.slow
 def test_the_targets_own_decoder_is_always_right():
     drafter = sd.ModelDrafter(decoder_of(0.0))
     for sampling in (SamplingConfig(), SamplingConfig(temperature=1.0)):

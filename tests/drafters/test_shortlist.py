@@ -107,7 +107,7 @@ FILTERS = dict(temperature=0.8, top_k=3)
 FORBIDDEN = {"some": (3, EOS), "the whole list": tuple(LISTED), "none": ()}
 
 
-@tiers.parametrize("name", FORBIDDEN, first=1)
+@pytest.mark.parametrize("name", FORBIDDEN)
 def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(name):
     """Drafts are repeated by teacher forcing, a sort and the engine's uniforms."""
     config = SamplingConfig(**FILTERS, forbidden_tokens=FORBIDDEN[name])
@@ -190,7 +190,6 @@ def step(network, cache):
     )
 
 
-@pytest.mark.slow
 @tiers.parametrize("how, rows", [("head of its own", 1), ("tied", 3), ("bfloat16", 3)], first=1)
 def test_reduced_networks_compute_the_whole_ones_logits(how, rows):
     """The short head's logits are the whole head's; int8 changes them by little.

@@ -237,7 +237,6 @@ def test_a_table_is_looked_up_after_every_node(sampled):
     np.testing.assert_array_equal(draft.tokens[0][draft.valid[0]], [2, 3, 6, 4, 5, 4])
 
 
-@pytest.mark.slow
 def test_each_depth_has_its_head():
     drafter = random_heads(t5(), num_heads=2)
     tree = Tree.uniform((3, 2, 1), children="top")
@@ -264,9 +263,10 @@ def shares(model, row: int, tokens) -> np.ndarray:
     return toy.adjusted_probs(logits, SAMPLED.temperature, SAMPLED.top_k, 1.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["drawn", "iid"])
-def test_children_have_the_distribution_of_their_own_drafter(kind):
+@tiers.parametrize(
+    "kind, iterations", [("drawn", 3), ("drawn", 0), ("iid", 3), ("iid", 0)], first=1
+)
+def test_children_have_the_distribution_of_their_own_drafter(kind, iterations):
     """Also after paths by the other drafter, which its own cache lacks.
 
     The second model is never right.
@@ -275,20 +275,17 @@ def test_children_have_the_distribution_of_their_own_drafter(kind):
     models = noisy_copy(t5(), 0.05, 1), wrong
     both = sd.MergedDrafter(*map(sd.ModelDrafter, models))
     tree = Tree((0, 0, 1, 2, 0, 3, 4), children=kind)
-    for iterations in (0, 3):
-        draft, state, texts = first_tree(t5(), both, INPUTS, PREFIXES, tree, iterations=iterations)
-        assert iterations == 0 or np.max(state.last_accepted) > 1
-        for row in np.flatnonzero(~np.asarray(state.done))[:4]:
-            for node in range(1, tree.size):
-                assert draft.valid[row, node]
-                owner = tree.ranks[tree.lines[node, 1]] % 2
-                expected = shares(models[owner], row, texts[row][tree.parents[node - 1]])
-                origin = draft.origins[row, node]
-                dist = np.exp(
-                    draft.dist.logits[row, origin] - draft.dist.log_normalizer[row, origin]
-                )
-                np.testing.assert_allclose(dist, expected, atol=2e-4)
-                assert expected[draft.tokens[row, node]] > 0
+    draft, state, texts = first_tree(t5(), both, INPUTS, PREFIXES, tree, iterations=iterations)
+    assert iterations == 0 or np.max(state.last_accepted) > 1
+    for row in np.flatnonzero(~np.asarray(state.done))[:4]:
+        for node in range(1, tree.size):
+            assert draft.valid[row, node]
+            owner = tree.ranks[tree.lines[node, 1]] % 2
+            expected = shares(models[owner], row, texts[row][tree.parents[node - 1]])
+            origin = draft.origins[row, node]
+            dist = np.exp(draft.dist.logits[row, origin] - draft.dist.log_normalizer[row, origin])
+            np.testing.assert_allclose(dist, expected, atol=2e-4)
+            assert expected[draft.tokens[row, node]] > 0
 
 
 def merged_distribution(verifier: str, run=advance) -> float:

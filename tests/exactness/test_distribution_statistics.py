@@ -186,7 +186,7 @@ def test_acceptance_is_the_sum_of_minima():
 # --- The other verifiers ---
 
 
-@tiers.parametrize(
+@pytest.mark.parametrize(
     "verifier, draws",
     [
         ("block", DRAWS),
@@ -194,7 +194,6 @@ def test_acceptance_is_the_sum_of_minima():
         ("gumbel", 4 * ROWS),
         (own_parts.MIRRORED, 4 * ROWS),
     ],
-    first=1,
 )
 def test_distribution_of_every_verifier(verifier, draws):
     target, draft = hash_pair()
@@ -361,7 +360,6 @@ MUTANTS = {
 }
 
 
-@pytest.mark.slow
 @tiers.parametrize("name", MUTANTS, first=1)
 def test_statistics_catch(name, monkeypatch):
     target, draft = hash_pair()

@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from distribution_samples import (
     DRAWS,
     FALSE_ALARM,
+    ROWS,
     SPREAD,
     g_test,
     hash_pair,
@@ -43,13 +45,13 @@ def sampled(tree, draws, **options):
     return g_test(counts, joint_distribution(target, SPREAD))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    TREES,
+@tiers.parametrize(
+    "name, draws",
+    [("drawn, recursive", ROWS), ("mixed, mixed", ROWS), *((name, DRAWS) for name in TREES)],
+    first=2,
 )
-def test_distribution_of_every_verifier(name):
-    assert sampled(TREES[name], DRAWS) > FALSE_ALARM
+def test_distribution_of_every_verifier(name, draws):
+    assert sampled(TREES[name], draws) > FALSE_ALARM
 
 
 # --- Mistakes of the engine, which enumerations of pure functions cannot see ---

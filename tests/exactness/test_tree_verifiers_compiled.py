@@ -44,7 +44,7 @@ def stacked(*parts):
 
 
 @tiers.parametrize("dtype", ["float32", "float64"], first=1)
-@tiers.parametrize("kind", CHILDREN, first=1)
+@pytest.mark.parametrize("kind", CHILDREN)
 def test_jax_takes_the_enumerated_decisions(kind, dtype):
     """A grid of uniforms, 0 included; EOS, budget and limit cut branches; ≤ would fail."""
     batches = [cases(tree, 100, seed) for seed, tree in enumerate(TREES)]
@@ -69,10 +69,9 @@ def test_jax_takes_the_enumerated_decisions(kind, dtype):
                 assert expected != [row.decide(plans[tree], EOS) for tree, row in below]
 
 
-@tiers.parametrize(
+@pytest.mark.parametrize(
     "kind, name",
     [("drawn", "recursive"), ("drawn", "traversal"), ("iid", "recursive"), ("top", "point")],
-    first=2,
 )
 def test_jax_verifies_children_of_two_drafters_by_their_own_distributions(kind, name):
     tree, origins = Tree((0, 0, 0, 0, 1, 1, 2, 3, 5)), (0, 1, 0, 1, 0, 1, 1, 0, 0)
@@ -137,7 +136,7 @@ def chain(kind):
     return target, dist, tokens, wanted, draws, draft
 
 
-@tiers.parametrize(
+@pytest.mark.parametrize(
     "kind, name, same",
     [
         ("mixed", "mixed", "token"),
@@ -148,7 +147,6 @@ def chain(kind):
         ("gumbel", "gumbel", "gumbel"),
         ("drawn", "typical", "typical"),
     ],
-    first=4,
 )
 def test_one_branch_is_verified_as_the_chain(kind, name, same):
     target, dist, tokens, wanted, draws, draft = chain(kind)
@@ -175,7 +173,7 @@ def test_one_branch_is_verified_as_the_chain(kind, name, same):
 # --- NaN, and ids that are not there ---
 
 
-@tiers.parametrize("name", TREE_VERIFIERS, first=2)
+@pytest.mark.parametrize("name", TREE_VERIFIERS)
 def test_a_distribution_that_is_not_a_number_leaves_no_token(name):
     """NaN at node 0 leaves no token; NaN after a node that is not reached changes nothing."""
     kind = next(kind for kind, names in CHILDREN.items() if name in (*names, *LOSSY_TREES))

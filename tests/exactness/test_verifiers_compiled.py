@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 import toy
 from enumerations import (
     DELTA,
@@ -81,8 +80,8 @@ def middles(breaks):
     return [((low + high) / 2, high - low) for low, high in intervals(breaks)]
 
 
-@tiers.parametrize("point", [False, True], ids=["sampled", "point mass"], first=1)
-@tiers.parametrize("name", ENUMERATED, first=1)
+@pytest.mark.parametrize("point", [False, True], ids=["sampled", "point mass"])
+@pytest.mark.parametrize("name", ENUMERATED)
 def test_jax_decisions_integrate_to_the_transition(name, point):
     """Uniforms just below each threshold of acceptance give exactly the distribution."""
     verifier, gamma = ENUMERATED[name], 3
@@ -142,9 +141,9 @@ def grid(name, point, gamma=3, size=400):
     return p, q, drafted, rng.integers(gamma + 1, size=3 * size), accept, final
 
 
-@tiers.parametrize("dtype", ["float32", "float64"], first=2)
-@tiers.parametrize("point", [False, True], ids=["sampled", "point mass"], first=2)
-@tiers.parametrize("name", ENUMERATED, first=2)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("point", [False, True], ids=["sampled", "point mass"])
+@pytest.mark.parametrize("name", ENUMERATED)
 def test_jax_takes_the_enumerated_decisions(name, point, dtype):
     """On a grid with 0: ≤ would accept a token with p(x) = 0 at u = 0."""
     p, q, drafted, wanted, accept, final = grid(name, point)
@@ -242,7 +241,6 @@ def everything(target, draft, drafted, wanted, draws):
     ]
 
 
-@pytest.mark.slow
 @hypothesis.given(st.integers(0, 2**32 - 1), st.sampled_from([1, 3]), st.integers(1, 7))
 def test_properties_of_every_verifier(seed, gamma, valid):
     """Tokens are in range, and of positive probability if lossless, whatever the distributions.

@@ -88,7 +88,6 @@ def histories(state):
                 yield row, beam, np.asarray(state.active.tokens)[row, beam, :length]
 
 
-@pytest.mark.slow
 @tiers.parametrize("name", MODELS, first=1)
 def test_caches_hold_what_the_valid_beams_have_been_through(pair, name):
     """The target's cache says of every valid beam what its tokens fed at once say.
@@ -155,7 +154,6 @@ jax.tree_util.register_pytree_node_class(Reckless)
 BAD = 9
 
 
-@pytest.mark.slow
 def test_a_draft_that_is_no_number_reaches_nothing(pair):
     """A node whose embedding is NaN in the target falls, and no other node sees it."""
     target, drafter = pair("t5")
@@ -220,7 +218,6 @@ def cross_keys_of_the_row_before(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.slow
 def test_a_row_alone_finds_cross_keys_of_another(pair, cross_keys_of_the_row_before):
     """Searches agree with each other even so, and neither with the search of a row alone."""
     target, drafter = pair("t5")

@@ -84,7 +84,7 @@ def rows_of(result, row, beams):
     return found
 
 
-@tiers.parametrize("seed", range(8), first=1)
+@tiers.parametrize("seed", range(8), first=3)
 def test_search_of_toys(seed):
     check_search(seed)
 

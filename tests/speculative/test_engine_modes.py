@@ -54,8 +54,8 @@ def one_iteration(target_logits, draft_logits, rows, drafted_at, wanted, accept,
     return drafted, *verify_tokens(target, draft, drafted, wanted, Randomness(accept, final))
 
 
-@tiers.parametrize("gamma", [0, 1, 3], first=1)
-@tiers.parametrize("vocab", [2, 5, 130], first=1)
+@tiers.parametrize("gamma", [3, 0, 1], first=1)
+@tiers.parametrize("vocab", [5, 2, 130], first=1)
 def test_full_product_of_modes(vocab, gamma):
     """Each row takes the decisions of a sort and of the enumeration, in float64.
 
@@ -164,7 +164,7 @@ def check_stats(result, gamma: int):
     assert total.tokens_per_target_call == result.lengths.sum() / total.target_calls
 
 
-@tiers.parametrize("case", COVER, ids=str, first=1)
+@tiers.parametrize("case", COVER, ids=str, first=6)
 def test_pairwise_cover(case):
     case = dict(zip(FACTORS, case))
     target, batch, limit = MODELS["target"], case["batch"], 7
@@ -232,7 +232,6 @@ def test_greedy_identity_over_a_thousand_models():
 # --- The drafter's contract, compilation ---
 
 
-@pytest.mark.slow
 def test_the_returned_distribution_is_the_distribution_that_was_drawn_from():
     """The draft is repeated from its distribution and uniforms.
 

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("quick")
 # --- What does not compile, and what is rejected ---
 
 
-@pytest.mark.slow
 def test_numbers_never_recompile():
     """Nor do one number for all rows and one for each."""
     target, drafter = HashModel(V, 0), sd.ModelDrafter(DRAFT)

@@ -279,7 +279,7 @@ def adapted(name: str, order=range(B), **options):
     )
 
 
-@tiers.parametrize("name", sorted(CHOICES), first=1)
+@pytest.mark.parametrize("name", sorted(CHOICES))
 def test_greedy_output_is_that_of_plain_decoding(name):
     """Rows draft by their own history alone, and nothing compiles for another γ."""
     result = adapted(name)
@@ -377,7 +377,7 @@ def test_a_trace_shows_gamma_and_entropies():
     )
 
 
-@tiers.parametrize("name", ["heuristic", "cost_aware", "confidence"], first=2)
+@pytest.mark.parametrize("name", ["heuristic", "cost_aware", "confidence"])
 def test_drafters_without_a_model(name):
     """Drafters that draw from counts provide probabilities; others can only change γ."""
     sequences = [row[:length].tolist() for row, length in zip(plain().tokens, plain().lengths)]

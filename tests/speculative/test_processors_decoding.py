@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 # --- Greedy identity under each processor, and mutants that the test catches ---
 
 
-@tiers.parametrize("name", PROCESSORS, first=1)
+@pytest.mark.parametrize("name", PROCESSORS)
 def test_greedy_plain_and_speculative_equal_the_slow_version(name):
     config, wanted = (
         SamplingConfig(**PROCESSORS[name]),
@@ -122,7 +122,7 @@ def decode_with(mutant, monkeypatch, target, inputs, drafter, **options):
     return finish(target, loop(target.network, request.drafter, state), request)
 
 
-@tiers.parametrize("name", MUTANTS, first=2)
+@pytest.mark.parametrize("name", MUTANTS)
 def test_greedy_identity_catches_prefixes_that_are_not_the_committed_ones(name, monkeypatch):
     """PITFALLS row 22."""
     options = PROCESSORS["repetition"]
@@ -228,7 +228,7 @@ def small_samples(function, key: int, **options):
     return [tuple(row) for row in ids_of(result)]
 
 
-@tiers.parametrize("verifier", ["token", "block", "gumbel"], first=1)
+@tiers.parametrize("verifier", ["token", "block", "gumbel"], first=2)
 def test_samples_of_one_input_follow_the_processed_distribution(verifier):
     """Joint distribution of three positions under processors; neighbours are independent."""
     dist = toy.complete({(): 1.0}, small_distribution, 3, {1})
@@ -296,7 +296,6 @@ class Counting(HashNetwork):
         return super().prefill(inputs, input_lengths, slots, copies)
 
 
-@pytest.mark.slow
 def test_samples_share_the_encoder_and_nothing_else():
     models = [HashModel(V, seed, likeness=0.4) for seed in (0, 1)]
     for model in models:

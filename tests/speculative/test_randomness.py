@@ -88,8 +88,7 @@ def test_fewer_bits_would_show():
     assert deviation(blocks, few) > 1e-5
 
 
-@pytest.mark.slow
-@tiers.parametrize("vocab", [1, 3, 128, 129, 400, 40_000], first=11)
+@tiers.parametrize("vocab", [1, 3, 128, 129, 400, 40_000], first=5)
 def test_draw_inverts_the_distribution_function(vocab):
     """A block by the first word, an id of it by the second, in order; weights need not sum to 1."""
     rng = np.random.default_rng(vocab)

@@ -30,7 +30,6 @@ EARLY = sd.SamplingConfig(min_new_tokens=[2, 7, 5], repetition_penalty=[1.0, 1.5
 SAMPLED = sd.SamplingConfig(temperature=1.0)
 
 
-@pytest.mark.slow
 def test_processors_of_a_trees_nodes():
     """Every row has EOS ids, a start and a minimum length of its own."""
     found = []
@@ -131,7 +130,7 @@ def test_candidates_of_a_step():
         dict(tree=DynamicTree(3, 2, 8, "gumbel")),
     ],
     ids=["chain", "tree", "dynamic tree"],
-    first=1,
+    first=2,
 )
 def test_noise_of_the_drafts_positions(drafting):
     """A drafter that is the target proposes, by each position's noise, what the target takes."""

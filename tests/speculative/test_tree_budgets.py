@@ -160,7 +160,6 @@ def adapted(policy, tree, **options):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, tree",
     [

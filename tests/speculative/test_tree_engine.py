@@ -254,7 +254,6 @@ def test_no_row_passes_its_limit(limit):
     assert found.lengths.tolist() == np.broadcast_to(limit, 4).tolist()
 
 
-@pytest.mark.slow
 def test_a_budget_drafts_the_first_nodes():
     """With budgets of 1 … D the tree is a chain, since its spine comes first.
 
