@@ -127,27 +127,37 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
     Raises:
       ValueError: there is no such stage.
     """
+    if name == "shortfalls":
+        columns = [result_stages.list_shortfalls(record["stages"]) for record in records]
+        return _write_rows("what falls short", records, columns)
     stage, _, text = name.partition(" ")
     if stage not in STAGES:
         raise ValueError(
             f"results: got {name!r} on a page, expected a stage of {', '.join(STAGES)}"
         )
     parts = [record["stages"].get(stage, {}) for record in records]
-    columns = [part.get("rows", {}).get(text, {}) for part in parts]
-    heads = [
-        f"{record['machine']['processor']}, {record['machine']['cores']} cores, "
-        f"{part.get('date', 'not measured')}"
-        for record, part in zip(records, parts)
+    show = STAGES[stage].format
+    columns = [
+        {case: show(row) for case, row in part.get("rows", {}).get(text, {}).items()}
+        for part in parts
     ]
-    lines = [f"| {STAGES[stage].title} | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    why = {part.get("skipped") or part.get("failed") or "not measured yet" for part in parts}
+    return _write_rows(STAGES[stage].title, records, columns, "; ".join(sorted(why)))
+
+
+def _write_rows(
+    title: str,
+    records: Sequence[Mapping[str, Any]],
+    columns: Sequence[Mapping[str, str]],
+    why: str = "not measured yet",
+) -> str:
+    """Returns a Markdown table; `why` takes the place of the rows if there are none."""
+    heads = [f"{one['machine']['processor']}, {one['machine']['cores']} cores" for one in records]
+    lines = [f"| {' | '.join([title, *heads])} |", "|---" * (1 + len(heads)) + "|"]
     for case in dict.fromkeys(case for column in columns for case in column):
-        cells = [
-            STAGES[stage].format(column[case]) if case in column else "-" for column in columns
-        ]
-        lines.append(f"| {case} | {' | '.join(cells)} |")
+        lines.append(f"| {case} | {' | '.join(column.get(case, '-') for column in columns)} |")
     if not any(columns):
-        why = {part.get("skipped") or part.get("failed") or "not measured yet" for part in parts}
-        lines.append(f"| {'; '.join(sorted(why)) or 'not measured yet'} |{' |' * len(heads)}")
+        lines.append(f"| {why} |{' |' * len(heads)}")
     return "\n".join(lines)
 
 

@@ -1,0 +1,97 @@
+"""The pages' tables are what the records of `scripts/results.py` render."""
+
+import json
+import sys
+
+import pages
+import pytest
+
+pages.require_checkout()
+GAIN = {"median": 2.5, "least": 2.0, "most": 3.0}
+ONE = {"median": 1.0, "least": 1.0, "most": 1.0}
+RECORD = {
+    "machine": {"processor": "A chip", "cores": 2},
+    "stages": {
+        "pair": {
+            "rows": {
+                "ende": {
+                    "plain, float32": {
+                        **dict(improvement=ONE, alpha=None, tokens_per_call=1.0),
+                        **dict(ms_per_token=4.0, sentences=9),
+                    },
+                    "speculative": {
+                        **dict(improvement=GAIN, alpha=0.75, tokens_per_call=3.25),
+                        **dict(ms_per_token=1.6, sentences=9),
+                    },
+                }
+            }
+        },
+        "t5x": {"skipped": "T5X is not installed"},
+    },
+}
+
+
+@pytest.fixture
+def results(load_script, monkeypatch):
+    monkeypatch.syspath_prepend(str(pages.ROOT / "scripts"))
+    return load_script("results")
+
+
+def test_the_tables_of_the_pages_are_rendered_from_the_records(results):
+    records = results.read_records()
+    for page in pages.pages():
+        text = page.read_text(encoding="utf-8")
+        assert results.render_text(text, records) == text, (
+            f"{page.name}: scripts/results.py --render"
+        )
+
+
+def test_a_row_is_a_case_and_a_column_is_a_machine(results):
+    other = {"machine": {"processor": "B", "cores": 4}, "stages": {}}
+    table = results.make_table("pair ende", [RECORD, other])
+    assert table.splitlines() == [
+        "| bundled pair, one sentence at a time | A chip, 2 cores | B, 4 cores |",
+        "|---|---|---|",
+        "| plain, float32 | 1.00 (1.00 to 1.00), 4.00 ms a token, 9 sentences | - |",
+        "| speculative | 2.50 (2.00 to 3.00), α 0.75, 3.25 tokens a call, 1.60 ms a token | - |",
+    ]
+
+
+def test_a_stage_that_was_not_measured_says_why(results):
+    assert "| T5X is not installed | |" in results.make_table("t5x sentences", [RECORD])
+    with pytest.raises(ValueError, match="expected a stage of pair"):
+        results.make_table("nothing here", [RECORD])
+
+
+def test_a_page_changes_between_its_marks_only(results):
+    text = "a\n<!-- results: pair ende -->\nold\n<!-- end -->\nb <!-- results: t5x x -->"
+    new = results.render_text(text, [RECORD])
+    assert new.startswith("a\n<!-- results: pair ende -->\n| bundled") and "old" not in new
+    assert new.endswith("1.60 ms a token |\n<!-- end -->\nb <!-- results: t5x x -->")
+    assert results.render_text(new, [RECORD]) == new
+
+
+def test_a_run_resumes_and_a_failing_stage_stops_no_other(results, tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def stage(name, error=None):
+        def measure(settings):
+            calls.append(name)
+            if error is not None:
+                raise error
+            return {"text": {}}
+
+        return results.STAGES["pair"]._replace(measure=measure)
+
+    skipped = results.result_stages.Skipped("no data")
+    stages = {"a": stage("a"), "b": stage("b", RuntimeError("no")), "c": stage("c", skipped)}
+    monkeypatch.setattr(results, "STAGES", stages)
+    monkeypatch.setattr(results, "RECORDS", tmp_path)
+    for _ in range(2):
+        results.measure(results.Settings(None, True), list(stages), again=False)
+    assert calls == ["a", "b", "c", "b", "c"]
+    (path,) = tmp_path.iterdir()
+    found = json.loads(path.read_text(encoding="utf-8"))["stages"]
+    assert found["a"]["rows"] == {"text": {}} and found["c"]["skipped"] == "no data"
+    assert found["b"]["failed"] == "RuntimeError: no" and "--quick" in found["a"]["command"]
+    assert "2 stages" in capsys.readouterr().out and "tools" in str(sys.modules["tools"])
