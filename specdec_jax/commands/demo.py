@@ -187,12 +187,12 @@ class Demo:
         self.options, self.target, self.drafter = options, target, drafter
         self.sentences, self.screen = sentences, Screen()
         self.traced = options.choose_traced(drafter)
+        # What is too long is rejected before anything compiles.
+        ids = encode(target, sentences, options.max_input_length)
         keys = fold_keys(make_key(options.seed), np.arange(len(sentences)))
         self.batches = [
-            SentenceBatch([text], [ids], [number], keys[number : number + 1])
-            for number, (text, ids) in enumerate(
-                zip(sentences, encode(target, sentences, options.max_input_length))
-            )
+            SentenceBatch([text], [row], [number], keys[number : number + 1])
+            for number, (text, row) in enumerate(zip(sentences, ids, strict=True))
         ]
 
     def run(self) -> None:

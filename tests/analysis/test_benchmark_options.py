@@ -99,6 +99,7 @@ def test_what_int8_contributes_is_told_apart(target):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not packed_weights.can_pack("float32"), reason="no weights in int8 without a C++ compiler"
 )

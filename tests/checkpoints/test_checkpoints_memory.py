@@ -7,7 +7,6 @@ import sys
 import make_checkpoints as make
 import ml_dtypes
 import pytest
-import tiers
 
 from specdec_jax.models.t5 import T5Config
 
@@ -73,7 +72,7 @@ CASES = [
 @pytest.mark.skipif(
     not pathlib.Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc"
 )
-@tiers.parametrize("form, dtype", CASES, first=1)
+@pytest.mark.parametrize("form, dtype", CASES)
 def test_peak_memory_is_at_most_a_fifth_above_the_weights(form, dtype, tmp_path):
     for name, layers in (("large", LAYERS[dtype]), ("small", 1)):
         ours, theirs = shape(layers)

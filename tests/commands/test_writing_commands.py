@@ -61,7 +61,13 @@ SUFFIX = {"figures": ".html", "count": ".npz"}
 COMMANDS = ["generate", "benchmark", "measure", "tune", "tune's choice", "figures", "count"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=pytest.mark.slow if command == "figures" else ())
+        for command in COMMANDS
+    ],
+)
 def test_commands_write_through(specdec, commands, tmp_path, command):
     folder = tmp_path / "folder"
     folder.mkdir()

@@ -311,6 +311,7 @@ def test_inputs_without_any_id():
     assert model.logits(np.zeros((2, 0)), np.ones((2, 3)), [0, 0]).shape == (2, 3, V)
 
 
+@pytest.mark.slow
 def test_several_rows_are_fed_as_they_are():
     network = laid_out(t5(), "tpu").network
     cache = network.prefill(INPUTS, jnp.full(3, 4), 16)

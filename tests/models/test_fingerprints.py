@@ -64,7 +64,8 @@ def test_the_last_bit_counts_for_a_job_but_not_for_a_pair():
     assert other.fingerprint == model.fingerprint and other.contents != model.contents
 
 
-@tiers.parametrize("dtype", ["float32", "int8"], first=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_stored_model_has_one_fingerprint_whatever_the_dtype_format_and_layout(
     dtype, tmp_path, monkeypatch
 ):

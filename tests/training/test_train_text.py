@@ -259,6 +259,7 @@ def test_a_run_that_was_stopped_ends_as_an_undisturbed_one(
     assert values(config) == values(reference)
 
 
+@pytest.mark.slow
 def test_a_drafter_learns_the_targets_distributions(finished, distilled):
     log = [record for record in records(distilled) if "acceptance" in record]
     assert log[-1]["acceptance"] > 0.8 and log[-1]["agreement"] > 0.8
