@@ -185,7 +185,7 @@ def test_identity_finds(pair, mistake, broken):
     plain = sd.generate(target, inputs, **options)
     walk = beam_iteration._walk
     if mistake == "unscored beam":  # a step goes on although an active beam is no node
-        broken("_all_scored", lambda same: jnp.any(same, axis=(1, 2)))
+        broken("_are_beams_scored", lambda same: jnp.any(same, axis=(1, 2)))
     elif mistake == "siblings seen":  # the node before in the call, instead of the parent
         broken(
             "node_paths", lambda paths, positions, slots: node_paths(paths, positions, slots - 1)
