@@ -535,7 +535,7 @@ def test_all_figures_can_be_measured(script, tmp_path, dtype):
         "int8 speculative",
     }
     drawn = {line[0]: line[5] for line in page.tabulate_figures(record).lines}
-    assert float(drawn["t5_1_1/base, self:int8, forced alpha 0.99, batch 1"]) > 0
+    assert float(drawn["t5_1_1/base, self:int8, alpha 0.99, batch 1"]) > 0
     if dtype == "float32":
         assert re.fullmatch(
             r"[\d.]+; [\d.]+ times the .*", drawn["t5_1_1/base, int8, alpha 0.75, batch 1"]

@@ -12,7 +12,7 @@ import tokenizers
 from toy_models import tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.analysis.variants import SentenceBatch
+from specdec_jax.analysis.variants import SentenceBatch, Workload
 from specdec_jax.backends.cpu import native, packed_weights
 from specdec_jax.checkpoints import native_format
 from specdec_jax.commands import benchmark as benchmark_command
@@ -269,11 +269,13 @@ def test_a_job_that_resumes_with_other_files_under_the_same_paths_is_rejected(
 
 def test_a_suite_is_of_its_models(monkeypatch):
     drafter, batches = sd.PromptLookupDrafter(), [SentenceBatch([[3, 1]], [[3, 1]], [0], None)]
-    monkeypatch.setattr(suite.variants, "check_prompts", lambda *_: None)
+    monkeypatch.setattr(Workload, "check_prompts", lambda workload: None)
     found = []
     for model in (tiny_t5(1), tiny_t5(1), changed(tiny_t5(1), "encoder/layers_0/mlp/wo/kernel")):
         monkeypatch.setattr(
-            benchmark_command, "load", lambda row, target, model=model: (model, drafter, batches)
+            benchmark_command,
+            "load",
+            lambda row, target, model=model: Workload(model, drafter, batches, row),
         )
         found.append(
             json.dumps(suite._open([benchmark_command.BenchmarkOptions(drafter="lookup")])[1])
