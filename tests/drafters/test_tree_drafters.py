@@ -264,7 +264,7 @@ def shares(model, row: int, tokens) -> np.ndarray:
 
 
 @tiers.parametrize(
-    "kind, iterations", [("drawn", 3), ("drawn", 0), ("iid", 3), ("iid", 0)], first=1
+    "kind, iterations", [("drawn", 0), ("drawn", 3), ("iid", 0), ("iid", 3)], first=1
 )
 def test_children_have_the_distribution_of_their_own_drafter(kind, iterations):
     """Also after paths by the other drafter, which its own cache lacks.

@@ -186,7 +186,7 @@ def test_acceptance_is_the_sum_of_minima():
 # --- The other verifiers ---
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     "verifier, draws",
     [
         ("block", DRAWS),
@@ -194,6 +194,7 @@ def test_acceptance_is_the_sum_of_minima():
         ("gumbel", 4 * ROWS),
         (own_parts.MIRRORED, 4 * ROWS),
     ],
+    first=2,
 )
 def test_distribution_of_every_verifier(verifier, draws):
     target, draft = hash_pair()
@@ -360,6 +361,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.slow
 @tiers.parametrize("name", MUTANTS, first=1)
 def test_statistics_catch(name, monkeypatch):
     target, draft = hash_pair()

@@ -218,6 +218,7 @@ def cross_keys_of_the_row_before(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.slow
 def test_a_row_alone_finds_cross_keys_of_another(pair, cross_keys_of_the_row_before):
     """Searches agree with each other even so, and neither with the search of a row alone."""
     target, drafter = pair("t5")
