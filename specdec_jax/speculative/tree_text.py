@@ -44,7 +44,7 @@ def read_tree(text: str) -> Tree | DynamicTree:
 def write_tree(tree: Tree | DynamicTree) -> str:
     """Returns text that `read_tree` reads as a tree of the same shape, children and verifier.
 
-    >>> text_of(Tree((0, 0, 1), "drawn", "recursive"))
+    >>> write_tree(Tree((0, 0, 1), "drawn", "recursive"))
     'parents:0,0,1:drawn:recursive'
     """
     form, numbers = "parents", tree.parents if isinstance(tree, Tree) else ()

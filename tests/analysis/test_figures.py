@@ -544,7 +544,7 @@ def test_the_verdict_counts_every_pass(least, median, most, verdict):
     assert verdict in write_page([("a.json", record)])
     record["speculative"][0]["synthetic_alpha"] = 0.75
     text = write_page([("forced.json", record)])
-    assert "No verdict: " in text, "forced acceptance says nothing about the drafter"
+    assert "No verdict: " in text, "synthetic acceptance says nothing about the drafter"
     assert "No verdict: " in write_page([("measure.json", MEASURE)])
 
 

@@ -29,7 +29,7 @@ needs_compiler = pytest.mark.skipif(REAL is None or os.name != "posix", reason="
 settings, libraries, compiler = libraries.settings, libraries.libraries, libraries.compiler
 TRY = (
     "from specdec_jax.backends.cpu import native; "
-    "print(native.available(), native.available()); print(native.state())"
+    "print(native.is_available(), native.is_available()); print(native.describe_state())"
 )
 
 

@@ -29,7 +29,7 @@ from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.backends.cpu.packed_weights import PackedWeight
 
-assert native.available(), native.state()
+assert native.is_available(), native.describe_state()
 rng = np.random.default_rng(0)
 normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
 cells = [PackedWeight.pack(normal(640, 640) / 25) for _ in range(6)]

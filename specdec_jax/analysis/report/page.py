@@ -155,7 +155,7 @@ def _is_synthetic(row: Row) -> bool:
     return row.verifier.startswith(SYNTHETIC.name)
 
 
-def _judge(gain: Spread) -> str:
+def _rate_gain(gain: Spread) -> str:
     """Returns whether drafting pays, beyond the spread of the passes."""
     if gain.least > 1:
         return "pays"
@@ -169,10 +169,10 @@ def _describe_verdict(runs: Sequence[Run]) -> str:
     if not timed:
         return "No verdict: no record times whole decodes with a drafter's own acceptance."
     gain, best, run = max(timed, key=lambda one: one[0])
-    paying = sum(_judge(one[0]) == "pays" for one in timed)
+    paying = sum(_rate_gain(one[0]) == "pays" for one in timed)
     others = f" It pays in {paying} of {len(timed)} timed runs." if len(timed) > 1 else ""
     return (
-        f"Drafting {_judge(gain)}: {_spread(gain, 2)} times the speed of plain decoding, with "
+        f"Drafting {_rate_gain(gain)}: {_spread(gain, 2)} times the speed of plain decoding, with "
         f"{_name_way(best)} ({best.about}; {run.record.machine.processor}).{others}"
     )
 
@@ -187,7 +187,7 @@ def _tabulate_summary(runs: Sequence[Run]) -> Table:
         if (best := run.best) and best.improvement:
             way, gain = _name_way(best), _spread(best.improvement, 2)
             counts = _format_decimal(best.tokens_per_call, 2), _format_decimal(best.differ, 0)
-            lines.append((link, way, gain, *counts, _judge(best.improvement)))
+            lines.append((link, way, gain, *counts, _rate_gain(best.improvement)))
         elif expected is not None:
             lines.append((link, "-", f"{expected:.2f} expected", "-", "-", "not timed"))
         else:
