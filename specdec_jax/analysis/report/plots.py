@@ -170,6 +170,10 @@ THEORY: Mapping[str, Panel] = {
 }
 
 
+_AS_IT_IS: Mapping[str, Any] = {
+    "parse_math": False,
+    "in_layout": False,
+}  # a long text moves no axes
 _UNDERLAY = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # hides lines behind a text
 
 
@@ -190,7 +194,7 @@ def draw_improvements(rows: Sequence[tuple[str, Spread, float | None]]) -> Figur
         axes.plot(predicted[shown], places[shown], "kd", markeredgecolor="white", label="predicted")
     axes.axvline(1, color="grey", linewidth=1)
     for place, (name, _, _) in zip(places, rows, strict=True):
-        axes.text(0, place - 0.27, shorten(name), parse_math=False, bbox=_UNDERLAY)
+        axes.text(0, place - 0.27, shorten(name), fontsize=9, bbox=_UNDERLAY, **_AS_IT_IS)
     axes.set(ylim=(len(rows) - 0.6, -0.75), yticks=[])
     figure.legend(loc="outside lower center", ncols=2)
     return figure
@@ -418,7 +422,7 @@ def _draw_nodes(axes: Axes, drawn: Drawn, order: list[int], depths: dict[int, in
             axes.plot([left, left, x], [top, y, y], color=colour, zorder=1, linewidth=1.2)
         box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": colour}
         style = {"va": "center", "bbox": box, "fontsize": 9, "zorder": 3}
-        axes.text(x, y, shorten(text) or "␣", parse_math=False, **style)
+        axes.text(x, y, shorten(text) or "␣", **style, **_AS_IT_IS)
 
     # What is accepted is drawn last, on top.
     for node in sorted(order, key=lambda node: node in tree.path):
