@@ -10,6 +10,7 @@ import sys
 
 import gin
 import pytest
+import tiers
 from sample_records import (
     ACCELERATOR,
     AGAINST,
@@ -173,6 +174,7 @@ def test_rows_of_every_kind_of_record():
     ]
 
 
+@pytest.mark.slow
 def test_the_compilers_estimates_are_called_that():
     text = write_page([("tpu.json", ESTIMATE)])
     measured, _, estimated = text.partition('<h2 id="estimates">Estimated')
@@ -529,13 +531,14 @@ def test_what_was_measured_comes_first():
     assert "run-1" in links and all(text.count(f' id="{link}"') == 1 for link in links)
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     ("least", "median", "most", "verdict"),
     [
         (1.25, 1.5, 1.75, "Drafting pays: 1.50 (1.25 to 1.75) times"),
         (0.5, 1.5, 1.75, "Drafting may or may not pay: 1.50"),
         (0.5, 0.75, 0.875, "Drafting does not pay: 0.75"),
     ],
+    first=1,
 )
 def test_the_verdict_counts_every_pass(least, median, most, verdict):
     record = json.loads(json.dumps(BENCHMARK)) | {"trees": []}

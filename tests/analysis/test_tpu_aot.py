@@ -82,6 +82,7 @@ def test_a_beam_search_is_compiled_and_sized(tmp_path):
     assert wide["state_gb"] > record["state_gb"] > 0  # a slot of the cache for each node of a call
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_exits_with_1_and_8_bits_take_half():
     code, record = compiled("--gamma=0", "--memory_gb=1e-9", "--quantize=int8")
     weights, embedding = 8 * 64 * 16 + 4 * 64 * 16 + 2 * 3 * 64 * 24 + 64 * 32000, 2 * 64 * 32000

@@ -125,6 +125,7 @@ def test_the_number_of_rows_changes_nothing(size):
     assert_same(stream(FIRST, batch_size=size), expected(FIRST))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [FIRST, pytest.param(STOPS, marks=slow)])
 def test_batches_give_the_same(name):
     assert_same(stream(name, batch_size=4, refill=False), expected(name))

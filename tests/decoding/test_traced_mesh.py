@@ -25,6 +25,7 @@ from specdec_jax.decoding.under_jit import Decoder
 from specdec_jax.models.parameters import flatten, unflatten
 from tools.compiled_text import collectives, loop_copies
 
+pytestmark = pytest.mark.slow
 SUPPORT = pathlib.Path(run.__file__).parent
 CASES = [f"{mesh}, {kind}" for mesh in ("2x2", "slices") for kind in ("chain", "tree", "beams")]
 CASES += ["1x4, sampled", "1x4, six heads, chain", "none, chain"]

@@ -179,6 +179,7 @@ def test_a_part_that_learns_is_shown_every_call(kind):
     )
 
 
+@pytest.mark.slow
 def test_an_early_exit_before_a_table():
     """The target's cache that the first part has written to reaches the target."""
     target = tiny_t5(0, V, decoder_layers=3)

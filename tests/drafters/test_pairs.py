@@ -94,6 +94,7 @@ def test_cascades_draft_to_the_last_slot(pairs, name):
     same(pairs(decode), expected)
 
 
+@pytest.mark.slow
 def test_a_lag_of_one_costs_no_step_and_one_of_two_costs_one(pairs):
     """Whatever the lags, beside rows without one, the draft is that of single steps.
 

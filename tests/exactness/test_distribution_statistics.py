@@ -266,6 +266,7 @@ def test_coupled_output_is_that_of_plain_sampling(config, drafters):
     assert np.mean(np.any(other.tokens != plain.tokens, axis=1)) > 0.9
 
 
+@pytest.mark.slow
 def test_coupled_acceptance_has_its_closed_form():
     """The share of equal draws at the first token is at least (1 − D) / (1 + D)."""
     target, draft = hash_pair()

@@ -180,6 +180,7 @@ def test_tokens_do_not_depend_on_the_layout_of_caches(family, mode, rows):
         np.testing.assert_array_equal(other.tokens, found[0].tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", [pytest.param("gpu", marks=pytest.mark.slow), "tpu"])
 def test_a_token_of_nan_that_is_rejected_reaches_nothing(platform):
     """The target reads a drafted token with NaN for embedding, keys and values."""
@@ -246,6 +247,7 @@ def test_two_positions_cost_what_one_does_but_for_several_rows_of_xlas_on_a_tpu(
     assert free("tpu", 2) and not free("tpu", 3)
 
 
+@pytest.mark.slow
 @tiers.parametrize(("platform", "min_query_len"), [("gpu", 2), ("tpu", 8)], first=1)
 @tiers.parametrize("family", [gpt, t5, wide], first=1)
 def test_few_positions_of_a_row_are_fed_as_more(family, platform, min_query_len):

@@ -201,6 +201,7 @@ def test_fingerprints_differ_where_the_same_tokens_get_other_ids():
 # Jobs that resume.
 
 
+@pytest.mark.slow
 def test_a_job_that_resumes_with_other_files_under_the_same_paths_is_rejected(
     capsys, tmp_path, monkeypatch
 ):

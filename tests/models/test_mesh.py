@@ -72,6 +72,7 @@ def others(folder):
     return result(start(folder, "meshes"))
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_one_device(runs):
     """Rows of argmax and drawn ones, with a drafter."""
     alone = runs["none"]

@@ -117,6 +117,7 @@ def test_calls_of_every_width(family, width, quantize):
     check_calls(model(family, width, quantize).network, range(1, ROWS + 1), range(1, ROWS + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows, length", [(2, 8), (5, 3)])
 def test_encoders(rows, length):
     """An input's states depend neither on its padding nor on other inputs.

@@ -110,6 +110,7 @@ def test_output_does_not_depend_on_the_layout(make, monkeypatch):
     )
 
 
+@pytest.mark.slow
 @tiers.parametrize("make", MODELS, first=1)
 def test_calls_over_several_positions_compute_the_same_bits(make):
     """Of the logits, whatever the number of positions in a call, and of rows."""

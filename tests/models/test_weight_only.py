@@ -69,6 +69,7 @@ def logits(model, rng):
     return model.logits(None if model.config.decoder_only else rng.integers(2, 24, (3, 5)), tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["T5 1.0", pytest.param("T5", marks=SLOW), pytest.param("GPT", marks=SLOW)]
 )

@@ -180,6 +180,7 @@ def decode_tree(tree=sd.Tree(SHAPE), **options):
     return decode(gamma="auto", tree=tree, **{"verifier": OWN_TREE, **options})
 
 
+@pytest.mark.slow
 def test_a_tree_verifier_of_ones_own_takes_the_place_of_the_trees():
     expected = decode_tree(sd.Tree(SHAPE, "drawn", "point"), verifier="block")
     actual = decode_tree()

@@ -167,6 +167,7 @@ def test_one_branch_draws_what_a_chain_draws(children, verify, verifier):
         )
 
 
+@pytest.mark.slow
 def test_a_chain_is_a_chain():
     """A tree with one branch that leaves everything open is γ, with `generate`'s verifier."""
     for verifier in ("block", "token"):
@@ -404,6 +405,7 @@ def test_what_makes_no_sense_is_rejected():
 # --- In parts ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tree, sampling",
     [

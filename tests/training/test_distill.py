@@ -33,6 +33,7 @@ models, one_optimizer = distill_models.models, distill_models.one_optimizer
 # Files with ids.
 
 
+@pytest.mark.slow
 def test_ids_of_a_third_column_are_taken_as_they_are(models, tmp_path, monkeypatch):
     vocabulary = loader.load_vocabulary(models / "target")[0]
     (tmp_path / "a.tsv").write_text("bara\tceni\nbara\tceni\t63 5 7\n")

@@ -211,6 +211,7 @@ def test_what_it_writes(finished, distilled):
     assert sum(text in ends for text in texts) >= 9
 
 
+@pytest.mark.slow
 @tiers.parametrize("how", ["killed", "interrupted"], first=1)
 def test_a_run_that_was_stopped_ends_as_an_undisturbed_one(
     finished, tmp_path, monkeypatch, capsys, how
