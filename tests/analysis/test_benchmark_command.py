@@ -42,6 +42,7 @@ def test_dtype_of_a_preset_is_that_of_a_checkpoint(monkeypatch, capsys, platform
     assert target.config.dtype == dtype and dtype in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_progress_of_every_part_is_shown(monkeypatch, target, batches, options):
     """On a terminal, also where standard output is one."""
     screen = io.StringIO()

@@ -118,6 +118,7 @@ def test_results_of_several_inputs():
     assert set(found.finish_reasons[:-2]) == {"eos", "length", "none", "empty"}
 
 
+@pytest.mark.slow
 @tiers.parametrize(
     "sampling",
     [

@@ -47,7 +47,7 @@ def check_unmoved(call):
     return compiled
 
 
-QUICK = ("plain", "sampled", "gpt", "digests", "traced", "trace")
+QUICK = ("plain", "sampled", "gpt", "trace")
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_acceptance_is_the_sum_of_minima():
         ("gumbel", 4 * ROWS),
         (own_parts.MIRRORED, 4 * ROWS),
     ],
-    first=2,
+    first=1,
 )
 def test_distribution_of_every_verifier(verifier, draws):
     target, draft = hash_pair()

@@ -127,6 +127,7 @@ def test_calls_over_several_positions_compute_the_same_bits(make):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MODELS)
 def test_params_are_the_checkpoints(make, monkeypatch):
     target, other = make(), without_kernels(make, monkeypatch)

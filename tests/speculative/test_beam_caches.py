@@ -43,7 +43,7 @@ def without_kernel(make, monkeypatch):
 MODELS = {"t5": t5, "t5, a bias a layer": lambda: t5(relative_bias_per_layer=True), "gpt": gpt}
 
 
-@pytest.fixture(params=["kernel", "XLA"])
+@pytest.fixture(params=[pytest.param("kernel", marks=pytest.mark.slow), "XLA"])
 def pair(request, monkeypatch):
     """Makes a target and a drafter, in the CPU's kernels or without."""
 

@@ -190,6 +190,7 @@ def test_a_tree_verifier_of_ones_own_takes_the_place_of_the_trees():
     assert np.any(actual.tokens != other.tokens), "or any verifier would do"
 
 
+@pytest.mark.slow
 def test_a_tree_verifier_of_ones_own_has_parameters():
     def verify(target, draft, kind, random, settings):
         valid = draft.valid & (settings["most"][:, None] > 0)

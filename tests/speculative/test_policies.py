@@ -377,6 +377,7 @@ def test_a_trace_shows_gamma_and_entropies():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["heuristic", "cost_aware", "confidence"])
 def test_drafters_without_a_model(name):
     """Drafters that draw from counts provide probabilities; others can only change γ."""

@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 # --- Greedy identity under each processor, and mutants that the test catches ---
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
+@tiers.parametrize("name", PROCESSORS, first=7)
 def test_greedy_plain_and_speculative_equal_the_slow_version(name):
     config, wanted = (
         SamplingConfig(**PROCESSORS[name]),
@@ -228,6 +228,7 @@ def small_samples(function, key: int, **options):
     return [tuple(row) for row in ids_of(result)]
 
 
+@pytest.mark.slow
 @tiers.parametrize("verifier", ["token", "block", "gumbel"], first=2)
 def test_samples_of_one_input_follow_the_processed_distribution(verifier):
     """Joint distribution of three positions under processors; neighbours are independent."""

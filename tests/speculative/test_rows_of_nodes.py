@@ -122,6 +122,7 @@ def test_candidates_of_a_step():
         ] == expected.tokens
 
 
+@pytest.mark.slow
 @tiers.parametrize(
     "drafting",
     [

@@ -160,6 +160,7 @@ def adapted(policy, tree, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, tree",
     [
