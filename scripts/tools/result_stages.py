@@ -150,7 +150,8 @@ def time_cases(cases: Mapping[str, Case], sentences: list[str], passes: int) -> 
 
 
 def _describe(run: Variant, base: Variant) -> Row:
-    examined, calls = int(np.sum(run.total("examined_by_position"))), run.total("target_calls")
+    examined = sum(int(one.stats.examined_by_position.sum()) for one in run.results)
+    calls = run.total("target_calls")
     return {
         "ms_per_token": 1e3 * float(np.median(run.seconds_per_token)),
         "improvement": summarize(base.seconds_per_token / run.seconds_per_token),
