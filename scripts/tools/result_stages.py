@@ -1,6 +1,7 @@
 """The stages of `results.py`: what is decoded in turn, and how a row of a table reads."""
 
 import functools
+import gc
 import gzip
 import importlib.util
 import json
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from specdec_jax.analysis import timing, variants
@@ -132,6 +134,8 @@ def _read_pairs(path: pathlib.Path, count: int) -> list[tuple[str, str]]:
 
 def time_cases(cases: Mapping[str, Case], sentences: list[str], passes: int) -> dict[str, Row]:
     """Decodes sentences one at a time by all cases in turn; the first one is the base of ratios."""
+    jax.clear_caches()  # a process has too few memory mappings for the programs of all stages
+    gc.collect()
     runs: dict[str, Variant] = {}
     for name, case in cases.items():
         target, drafter = load_target(case.form), case.drafter and case.drafter()
