@@ -125,7 +125,7 @@ def test_the_source_is_installed():
         pytest.skip("no checkout here")
     build = tomllib.loads(described.read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
     wheel = build["targets"]["wheel"]
-    source = native._SOURCE.relative_to(described.parent)
+    source = native._SOURCE.relative_to(native._SOURCE.parents[3])
     assert source.parts[0] in wheel["packages"]
     assert not [pattern for pattern in wheel["exclude"] if source.match(pattern)]
 
