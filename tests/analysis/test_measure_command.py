@@ -115,6 +115,9 @@ def test_figure_shows_the_record(monkeypatch):
         def set_figheight(self, height):
             assert height > 0
 
+        def draw_without_rendering(self):
+            pass
+
         def suptitle(self, text, **_):
             assert "a with b" in text
 

@@ -61,7 +61,6 @@ def render_svg(figure: Figure, label: str) -> Markup:
     with matplotlib.rc_context(style), warnings.catch_warnings():
         # The browser draws the text, which matplotlib only measures.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        figure.draw_without_rendering()  # a second layout knows the width of the numbers
         figure.savefig(file, format="svg", metadata=metadata, transparent=True)
     text = file.getvalue().partition("<svg")[2]
     text = re.sub('<g id="[^"]*"', "<g", text)  # these names are the same in every figure
@@ -101,10 +100,10 @@ def replace_unprintable(text: str) -> str:
     return _NO_TEXT.sub("\ufffd", text)
 
 
-def shorten(name: str) -> str:
+def shorten(name: str, most: int = 60) -> str:
     """Returns a text on one line, short enough for a figure."""
     text = " ".join(replace_unprintable(name).split())
-    return text if len(text) <= 60 else f"{text[:59]}…"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def draw_panels(panels: Mapping[str, Panel], title: str = "") -> Figure:
@@ -124,6 +123,7 @@ def draw_panels(panels: Mapping[str, Panel], title: str = "") -> Figure:
         if names:
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), fontsize="small")
     figure.suptitle(title, parse_math=False)
+    figure.draw_without_rendering()  # a second layout knows the width of the numbers
     return figure
 
 
@@ -272,12 +272,13 @@ def draw_timeline(variants: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -
                 if name == kind
             ]
             label = kind if bars and kind not in labelled else None
-            labelled |= {label}
+            labelled |= {kind} if bars else set()
             style = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.2, "label": label}
             axes.broken_barh(bars, (place - 0.35, 0.7), **style)
     axes.set_yticks(range(len(variants)), [name for name, _ in variants])
     axes.invert_yaxis()
-    figure.legend(loc="outside lower center", ncols=2)
+    if labelled:
+        figure.legend(loc="outside lower center", ncols=2)
     return figure
 
 
@@ -465,7 +466,7 @@ def list_accelerator_panels(record: AcceleratorRecord) -> dict[str, Panel]:
     speculative: Points = {}
     plain: dict[str, float] = {}
     for one, times in timed:
-        target = shorten(one.target or "-")
+        target = shorten(one.target or "-", 24)
         line = f"{target}, batch {'-' if one.batch is None else one.batch}"
         if one.kind == "call" and one.v is not None and one.width is not None:
             calls.setdefault(target, []).append((one.width, one.v))
