@@ -6,12 +6,13 @@ import benchmark_models
 import numpy as np
 import pytest
 from benchmark_models import CONFIG
+from sample_records import read_macros
 from toy_models import tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.analysis import comparison
 from specdec_jax.analysis import variants as analysis_variants
-from specdec_jax.analysis.report import plots, summaries
+from specdec_jax.analysis.report import plots
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.decoding.results import GenerationResult
@@ -89,7 +90,7 @@ def test_what_int8_contributes_is_told_apart(target):
         and record["rounded_differences"] == 1
     )
     assert record["improvement"].keys() == {"plain", comparison.UNROUNDED}
-    text = summaries.PARTS.other(record)
+    text = read_macros().other(record)
     assert (
         "of this int8 contributes 2.50 times (2.00 to 3.00)" in text
         and "changes the tokens of 1 inputs" in text

@@ -8,7 +8,7 @@ import command_line
 import pytest
 import tiers
 from measured_pair import ACCEPTED
-from sample_records import MEASURE, parse
+from sample_records import MEASURE, parse, read_macros
 
 from specdec_jax.analysis import expectations
 from specdec_jax.analysis.report import page, plots, summaries
@@ -139,7 +139,7 @@ def test_figure_shows_the_record(monkeypatch):
     assert curves["k most probable ids"] == [0.8, 0.9]
     assert curves["chain, block"] == [0.8, 0.875]
     assert curves["tree, k = 2: k most probable ids"] == [0.9, 0.85]
-    assert "         0.900 0.850 (tree, k = 2: k most probable ids)" in summaries.PARTS.curves(
+    assert "         0.900 0.850 (tree, k = 2: k most probable ids)" in read_macros().curves(
         record["acceptance"]
     )
 

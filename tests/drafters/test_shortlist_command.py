@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from announcements import without_course
+from sample_records import read_macros
 from short_heads import EOS, WIDE, V
 from toy_models import Words, tiny_t5
 
@@ -13,7 +14,6 @@ import specdec_jax as sd
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis import matmul_roofline, timing
 from specdec_jax.analysis import variants as analysis_variants
-from specdec_jax.analysis.report import summaries
 from specdec_jax.analysis.variants import Workload
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import main
@@ -163,7 +163,7 @@ def test_the_benchmark_times_what_each_reduction_gains(monkeypatch):
     assert weight_layouts.weight_shape(weight("draft step, shortlist alone")) == (16, 64)
     assert weight_layouts.weight_shape(weight("draft step, int8 alone")) == (16, WIDE)
     spread = dict(least=0.1, most=3.0)
-    text = summaries.PARTS.reductions(
+    text = read_macros().reductions(
         {
             "draft step": spread | dict(median=1.0),
             "draft step, unreduced": spread | dict(median=2.0),

@@ -3,7 +3,12 @@
 import json
 from typing import Any
 
-from specdec_jax.analysis.report import records
+from specdec_jax.analysis.report import records, summaries
+
+
+def read_macros() -> Any:
+    """Returns the macros that several summaries share."""
+    return summaries._TEMPLATES.get_template("parts.txt").module
 
 
 def parse(record: Any) -> Any:

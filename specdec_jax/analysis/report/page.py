@@ -29,7 +29,7 @@ from specdec_jax.speculative.verifiers import LOSSY, SYNTHETIC
 
 _FOLDER = pathlib.Path(__file__).parent
 # Made by `specdec benchmark --target=ende/target --drafter=ende/drafter --quantize=none
-# --gamma=3,6 --tree=widths:2,2,1 --repeats=5`: figures 1 and 5 where no given record has them.
+# --gamma=3,6 --tree=widths:2,2,1 --repeats=9`: figures 1 and 5 where no given record has them.
 _BUNDLED = _FOLDER / "bundled_record.json"
 
 # Rows whose printed factor needs more digits of α and c than were printed.

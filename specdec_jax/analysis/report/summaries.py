@@ -292,5 +292,3 @@ _TEMPLATES.globals |= {
     "same_positions": describe_same_positions,
     "tree_predictions": TREE_PREDICTIONS,
 }
-# The macros that several summaries share.
-PARTS: Any = _TEMPLATES.get_template("parts.txt").module
