@@ -1,6 +1,7 @@
 """`LanguageModel`: a network with its parameters, vocabulary and special ids."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -187,6 +188,7 @@ class LanguageModel:
     ) -> "LanguageModel":
         """Checks that there can be a model, and makes it of the parameters that `make` returns."""
         check_process()
+        inspect.signature(cls).bind(config, {}, **options)  # before anything is made
         check_own_network(config, rules, quantize in packed_weights.INPUT_BITS)
         packed_weights.check_quantize(quantize, config.dtype, rules is not None)
         if rules is not None:

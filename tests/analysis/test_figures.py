@@ -567,6 +567,8 @@ def test_plots_have_the_pages_colours():
     assert used <= set(re.findall(r"--(\w+): #", text)) and {"ink", "paper", "blue"} <= used
     assert len(re.findall("#[0-9a-f]{6}", "".join(drawn))) == 1 and "fill: #1f77b4" in text
     assert all(re.match('<svg role="img" aria-label="[^"]{5,}" style="min-w', one) for one in drawn)
+    ids = re.findall(r'<\w+ id="([^"]*)"', "".join(drawn))
+    assert len(ids) == len(set(ids)), "a marker of one plot would stand in another"
 
 
 def test_only_what_reads_or_writes_records_imports_pydantic():

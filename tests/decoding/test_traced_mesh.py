@@ -38,7 +38,7 @@ def ran(cases: list[str], *more: str) -> dict:
     )
     settings = {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
         "PYTHONPATH": path,
     }
     command = [sys.executable, SUPPORT / "traced_mesh_run.py", *more, *cases]

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 
 import specdec_jax as sd
 from specdec_jax.backends.sharding import ShardingRules
-from specdec_jax.models import dummy_weights
+from specdec_jax.models import dummy_weights, language_model
 from specdec_jax.models.meshes import make_mesh
 from specdec_jax.models.parameters import flatten, parameter_shapes
 
@@ -66,3 +66,11 @@ def test_a_filled_model_decodes_and_lies_on_a_mesh():
 def test_8_bits_are_rejected_where_they_are_not_supported():
     with pytest.raises(ValueError, match="quantize"):
         sd.LanguageModel.dummy(T5, quantize="int8")  # bfloat16
+
+
+@pytest.mark.parametrize("make", [sd.LanguageModel.dummy, sd.LanguageModel.random])
+def test_an_unknown_option_is_rejected_before_weights_are_made(make, monkeypatch):
+    monkeypatch.setattr(language_model, "make_dummy_params", None)
+    monkeypatch.setattr(language_model, "random_params", None)
+    with pytest.raises(TypeError, match="eos"):
+        make(T5, eos=1)

@@ -56,7 +56,8 @@ def render_svg(figure: Figure, label: str) -> Markup:
     import matplotlib
 
     file = io.StringIO()
-    style: Any = {"svg.hashsalt": "specdec_jax", "svg.fonttype": "none"}
+    # Ids of markers and clips follow the salt: on one page no two figures may share them.
+    style: Any = {"svg.hashsalt": label, "svg.fonttype": "none"}
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib.rc_context(style), warnings.catch_warnings():
         # The browser draws the text, which matplotlib only measures.
