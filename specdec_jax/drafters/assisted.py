@@ -1,6 +1,6 @@
 """Drafts by n-grams that are learnt, while decoding, from the target's own calls."""
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.struct
 import jax
@@ -58,6 +58,8 @@ class AssistedNGramDrafter(Drafter):
       memory: N, how many of the latest scored positions are remembered for each row.
     """
 
+    reads_logits: ClassVar[bool] = True
+
     order: int = flax.struct.field(pytree_node=False, default=4)
     top_k: int = flax.struct.field(pytree_node=False, default=4)
     memory: int = flax.struct.field(pytree_node=False, default=64)
@@ -114,6 +116,7 @@ class AssistedNGramDrafter(Drafter):
 
     def observe(self, draft_state: NGramMemory, state: DecodeState, scored: Scored) -> NGramMemory:
         """Remembers the target's most probable ids at every position that the target was fed."""
+        assert scored.logits is not None
         batch, width = scored.tokens.shape
         # The first id that was fed stands in the last slot before the new ones.
         start = state.lengths - scored.num_new - 1

@@ -36,7 +36,8 @@ class DrafterPair(Drafter):
     parts: tuple[Any, Any]
     number: int = 0  # a static setting
     reads_encoder: ClassVar[Any] = _any_part_property("reads_encoder")
-    observes: ClassVar[Any] = _any_part_property("observes")
+    reads_states: ClassVar[Any] = _any_part_property("reads_states")
+    reads_logits: ClassVar[Any] = _any_part_property("reads_logits")
     needs_target_state: ClassVar[Any] = _any_part_property("needs_target_state")
 
     def tree_flatten(self):

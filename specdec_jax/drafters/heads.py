@@ -56,6 +56,7 @@ class HeadsDrafter(TreeDrafter):
     """
 
     needs_target_state: ClassVar[bool] = True
+    reads_states: ClassVar[bool] = True
 
     network: HeadsNetwork
     fingerprint: str = flax.struct.field(pytree_node=False)
@@ -160,6 +161,7 @@ class HeadsDrafter(TreeDrafter):
 
     def observe(self, draft_state: HeadsState, state: DecodeState, scored: Scored) -> HeadsState:
         """Keeps the state that gave the last committed token; rows that are done keep theirs."""
+        assert scored.states is not None
         last, moved = jnp.maximum(scored.num_new - 1, 0)[:, None, None], scored.num_new > 0
         newest = jnp.take_along_axis(scored.states, last, axis=1)[:, 0]
         newest = newest.astype(draft_state.states.dtype)

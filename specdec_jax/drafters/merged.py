@@ -41,6 +41,8 @@ class MergedDrafter(DrafterPair, TreeDrafter):
         }
     )
 
+    reads_nodes: ClassVar[Any] = property(lambda self: any(p.reads_nodes for p in self.parts))
+
     def __init__(self, first: TreeDrafter, second: TreeDrafter):
         """Merges two drafters of trees.
 

@@ -55,6 +55,7 @@ class TracedHeads(TreeDrafter):
     """Heads on a traced target; whether they were trained on it cannot be checked."""
 
     needs_target_state: ClassVar[bool] = True
+    reads_states: ClassVar[bool] = True
     # Capabilities are derived from these methods; only what `on` returns is called.
     draft, observe = HeadsDrafter.draft, HeadsDrafter.observe
 

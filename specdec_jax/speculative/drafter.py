@@ -32,6 +32,9 @@ class Drafter:
       varies: whether fewer tokens than wanted may be drafted, or none.
       needs_target_state: whether it drafts from the target's cache or last state, so that it can
         only begin where the target stopped.
+      reads_states: whether `observe` reads the target's last states. Only then are they kept.
+      reads_logits: whether `observe` reads the target's logits. At temperature 0 they are otherwise
+        not computed where the network finds their argmax without them.
       scorable: whether the distribution that it draws from is its model's, so that the acceptance
         rate can be computed by scoring texts with both models.
     """
@@ -40,6 +43,8 @@ class Drafter:
     provides_probs: ClassVar[bool] = False
     varies: ClassVar[bool] = False
     needs_target_state: ClassVar[bool] = False
+    reads_states: ClassVar[bool] = False
+    reads_logits: ClassVar[bool] = False
     scorable: ClassVar[bool] = False
 
     # Traced.
@@ -71,7 +76,7 @@ class Drafter:
 
         Args:
           state: the decode loop's, after the commit.
-          scored: what the target was fed and what it returned.
+          scored: what the target was fed, and what it returned as far as the class reads it.
         """
         return draft_state
 
@@ -84,11 +89,6 @@ class Drafter:
         return draft_state
 
     # On the host.
-
-    @property
-    def observes(self) -> bool:
-        """Whether it defines `observe`, which is otherwise absent from the compiled program."""
-        return type(self).observe is not Drafter.observe
 
     def on(self, network: Network) -> "Drafter":
         """Returns the drafter for a target of which only the traced `network` exists.
@@ -151,9 +151,12 @@ class TreeDrafter(Drafter):
     Attributes:
       kinds: how the children of its trees can be chosen, and how such trees can be verified, the
         best first, as in `CHILDREN`. All of `CHILDREN` include a `DynamicTree`.
+      reads_nodes: whether `observe` reads what the target returned at all nodes (`Scored.nodes`),
+        rejected ones too.
     """
 
     kinds: ClassVar[Mapping[str, tuple[str, ...]]] = CHILDREN
+    reads_nodes: ClassVar[bool] = False
 
     def init_tree(
         self,
@@ -209,7 +212,8 @@ class FullDrafter(Drafter):
 
     drafter: Drafter
 
-    observes: ClassVar[Any] = property(lambda self: self.drafter.observes)
+    reads_states: ClassVar[Any] = property(lambda self: self.drafter.reads_states)
+    reads_logits: ClassVar[Any] = property(lambda self: self.drafter.reads_logits)
 
     @property
     def name(self) -> str:

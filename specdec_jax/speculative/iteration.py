@@ -84,12 +84,10 @@ class ChainDecoding:
         cache = state.target_cache if draft.target_cache is None else draft.target_cache
         last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
         fed = jnp.concatenate([last, draft.tokens], axis=1)
-        observed = drafter is not None and drafter.observes
         before = state.replace(target_cache=cache, draft_state=None)
-        after, outputs = _score_and_commit(target, before, draft, fed, observed)
+        after, (states, logits) = _score_and_commit(target, before, draft, fed, drafter)
         after = after.replace(draft_state=draft_state)
-        if drafter is not None and observed:
-            states, logits = outputs
+        if drafter is not None:
             scored = Scored(fed, states, logits, after.lengths - state.lengths)
             after = after.replace(draft_state=drafter.observe(draft_state, after, scored))
         return constrain_sharding(after, target.rules)
@@ -166,17 +164,19 @@ def _make_empty_draft(batch: int, config: StaticConfig) -> Draft:
 
 
 def _score_and_commit(
-    target: Network, state: DecodeState, draft: Draft, fed: Tokens, observed: bool
-) -> tuple[DecodeState, tuple[Float[Array, "B T ..."], ...]]:
+    target: Network, state: DecodeState, draft: Draft, fed: Tokens, drafter: Drafter | None
+) -> tuple[DecodeState, tuple[Float[Array, "B T ..."] | None, ...]]:
     """Scores the T = G + 1 tokens `fed` in one call of the target, verifies and commits.
 
     Where several widths are compiled, all three steps use the narrowest that covers every row's
     draft, since the time of each grows with the number of positions.
 
     Returns:
-      The state after the commit; and `()`, or if `observed` the target's states and logits, which
-      are 0 past the width that was used.
+      The state after the commit; and the target's states and logits, each None unless `drafter`
+      reads it, and 0 past the width that was used.
     """
+    reads_states = drafter is not None and drafter.reads_states
+    reads_logits = drafter is not None and drafter.reads_logits
     # Positions that a row has not drafted, and all those of a row that is done, need not be
     # computed.
     valid = ~state.done[:, None] & (jnp.arange(fed.shape[1]) <= draft.num_drafted[:, None])
@@ -188,7 +188,7 @@ def _score_and_commit(
         )
         narrow = state.replace(target_cache=cache, config=config._replace(gamma=width - 1))
         logits = adjusted = None
-        if config.commits_argmax and not observed:
+        if config.commits_argmax and not reads_logits:
             tokens, log_probs = find_most_probable(target, states, inside)
             verified = verifiers.verify_greedy(tokens, part.tokens, part.num_drafted)
             after = commit(narrow, part, verified, lambda new: log_probs, None)
@@ -198,7 +198,7 @@ def _score_and_commit(
             log_prob = distributions.log_prob_under(logits, target.skips_padding)
             after = commit(narrow, part, verified, log_prob, adjusted)
         after = after.replace(config=config, last_draft=draft.tokens)
-        return after, (states, logits) if observed else ()
+        return after, (states if reads_states else None, logits if reads_logits else None)
 
     widths, needed = state.config.widths, jnp.max(draft.num_drafted) + 1
     if not widths:

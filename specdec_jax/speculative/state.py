@@ -11,6 +11,7 @@ from specdec_jax.speculative.distributions import Categorical, PointMass
 from specdec_jax.speculative.policy import DraftSignals, NodeOutcomes, Policy
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingMode, SamplingRows
+from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_verifiers import TreeVerifier
 from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifier import Settings, Verifier
@@ -234,21 +235,43 @@ class Draft(NamedTuple):
         return self._replace(tokens=tokens, dist=dist)
 
 
+class ScoredNodes(NamedTuple):
+    """One call of the target over all N nodes of a tree, rejected ones too.
+
+    Attributes:
+      draft: the tree. Where its `valid` is False the target was fed nothing.
+      path: numbers of the accepted nodes by depth, node 0 first; anything past the last of them.
+      argmax: the most probable id after each node, before any processor; −1 where a logit is NaN.
+      states, logits: as in `Scored`, at all nodes.
+    """
+
+    draft: TreeDraft
+    path: Int[Array, "B T"]
+    argmax: Int[Array, "B N"]
+    states: Float[Array, "B N D"] | None
+    logits: Float[Array, "B N V"] | None
+
+
 class Scored(NamedTuple):
     """One call of the target, as a drafter may learn from it: T = G + 1 positions.
 
+    Those of a tree are the positions of the accepted path.
+
     Attributes:
       tokens: the tokens fed: the last committed one and the draft.
-      states: the target's last hidden states, which its head takes.
-      logits: float32, before any processor.
+      states: the target's last hidden states, which its head takes; None unless the drafter
+        `reads_states`.
+      logits: float32, before any processor; None unless the drafter `reads_logits`.
       num_new: number of tokens committed. The tokens fed at the first `num_new` positions are in
         the output, the others were rejected. 0 for a row that is done.
+      nodes: of a tree, all nodes; None unless the drafter `reads_nodes`.
     """
 
     tokens: Int[Array, "B T"]
-    states: Float[Array, "B T D"]
-    logits: Float[Array, "B T V"]
+    states: Float[Array, "B T D"] | None
+    logits: Float[Array, "B T V"] | None
     num_new: Int[Array, " B"]
+    nodes: ScoredNodes | None = None
 
 
 def make_empty_signals(policy: Policy | None, batch: int) -> DraftSignals | None:

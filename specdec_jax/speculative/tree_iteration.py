@@ -25,7 +25,13 @@ from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.iteration import ChainDecoding, commit, find_most_probable
 from specdec_jax.speculative.policy import choose_gamma
 from specdec_jax.speculative.processors import Context
-from specdec_jax.speculative.state import DecodeState, Draft, Scored, make_prefixes
+from specdec_jax.speculative.state import (
+    DecodeState,
+    Draft,
+    Scored,
+    ScoredNodes,
+    make_prefixes,
+)
 from specdec_jax.speculative.tree_budgets import find_node_outcomes
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_verifiers import (
@@ -77,28 +83,21 @@ class TreeDecoding(ChainDecoding):
         )
         cache = state.target_cache if draft.target_cache is None else draft.target_cache
         states, cache = target.decode_nodes(tokens, nodes, cache, draft.valid)
-        observed = drafter.observes
-        if config.commits_argmax and not observed:
-            peaks, log_probs = find_most_probable(target, states, draft.valid)
-            verified, adjusted, logits = walk_greedy(peaks, draft), None, None
+        logits, adjusted = None, None
+        if config.commits_argmax and not drafter.reads_logits:
+            argmax, log_probs = find_most_probable(target, states, draft.valid)
+            verified = walk_greedy(argmax, draft)
 
             def log_prob(new: jax.Array):
                 return take_path(log_probs, verified.path)
         else:
             logits = target.head(states, draft.valid)
             verified, dist = verify_tree(state, draft, logits)
-            logits = take_path(logits, verified.path)
+            argmax = distributions.argmax(logits)
             log_prob = distributions.log_prob_under(  # type: ignore[assignment]
-                logits, target.skips_padding
+                take_path(logits, verified.path), target.skips_padding
             )
-            adjusted = (
-                None
-                if dist is None
-                else Categorical(
-                    take_path(dist.logits, verified.path),
-                    take_path(dist.log_normalizer, verified.path),
-                )
-            )
+            adjusted = dist and Categorical(*(take_path(part, verified.path) for part in dist))
         path = verified.path
         chain = Draft(
             take_path(tokens, path)[:, 1:],
@@ -120,10 +119,13 @@ class TreeDecoding(ChainDecoding):
         # already, but to decide that would copy the caches: a few rows cost less to move.
         cache = target.move_nodes(cache, origins[:, None] + path[:, 1:], origins + 1)
         draft_state = drafter.keep_path(draft_state, state, draft, path)
-        if observed:
-            fed = jnp.concatenate([draft.tokens[:, :1], chain.tokens], axis=1)
-            seen = Scored(fed, take_path(states, path), logits, after.lengths - state.lengths)
-            draft_state = drafter.observe(draft_state, after, seen)
+        read_states = states if drafter.reads_states else None
+        read_logits = logits if drafter.reads_logits else None
+        every = ScoredNodes(draft, path, argmax, read_states, read_logits)
+        scored = _score_path(every, after.lengths - state.lengths)
+        if not drafter.reads_nodes:
+            scored = scored._replace(nodes=None)
+        draft_state = drafter.observe(draft_state, after, scored)
         after = after.replace(target_cache=cache, draft_state=draft_state, last_draft=chain.tokens)
         return constrain_sharding(after, target.rules), Watched(draft, states, verified)
 
@@ -133,6 +135,16 @@ def take_path(
 ) -> Shaped[Array, "B D ..."]:
     """Returns the entries of `values` for the nodes of each row's path."""
     return jnp.take_along_axis(values, path.reshape(*path.shape, *[1] * (values.ndim - 2)), axis=1)
+
+
+def _score_path(nodes: ScoredNodes, num_new: PerRow) -> Scored:
+    """Returns what the target returned along the accepted path, with the nodes beside it."""
+
+    def take(values: jax.Array | None):
+        return None if values is None else take_path(values, nodes.path)
+
+    tokens = take_path(jnp.maximum(nodes.draft.tokens, 0), nodes.path)
+    return Scored(tokens, take(nodes.states), take(nodes.logits), num_new, nodes)
 
 
 def _note_failure(state: DecodeState, draft: TreeDraft) -> DecodeState:
