@@ -8,6 +8,7 @@ from specdec_jax.checkpoints import (
     flax_msgpack,
     huggingface_gpt,
     huggingface_t5,
+    pytorch_files,
     safetensors_files,
 )
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, Parameters, Report
@@ -22,16 +23,13 @@ _READERS: tuple[Any, ...] = (huggingface_t5, huggingface_gpt)
 _READER_OF = {kind: reader for reader in _READERS for kind in reader.ARCHITECTURES}
 WRITERS = {"t5": huggingface_t5}  # by the name of our family
 
-FLAX, PYTORCH = "flax_model.msgpack", ("pytorch_model.bin", "pytorch_model.bin.index.json")
-# The files of weights that are read, in transformers' order; it no longer reads Flax's file.
-READABLE = (safetensors_files.WHOLE, safetensors_files.INDEX, FLAX)
+FLAX = "flax_model.msgpack"
+_PYTORCH = (pytorch_files.WHOLE, pytorch_files.INDEX)
+# The files of weights in transformers' order; it no longer reads Flax's file.
+_WEIGHTS = (safetensors_files.WHOLE, safetensors_files.INDEX, *_PYTORCH, FLAX)
 # Parts of tensors' names that wrappers of a module add: data parallelism, torch.compile, FSDP, and
 # checkpointing of activations. No model has a module of such a name.
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_CONVERT = (
-    "convert with transformers: AutoModelForSeq2SeqLM (GPT-2: AutoModelForCausalLM)"
-    ".from_pretrained(folder).save_pretrained(new_folder)"
-)
 
 
 def is_folder(folder: pathlib.Path) -> bool:
@@ -39,9 +37,9 @@ def is_folder(folder: pathlib.Path) -> bool:
     return (folder / "config.json").exists() or bool(list_weights(folder))
 
 
-def list_weights(folder: pathlib.Path, names: tuple[str, ...] = (*READABLE, *PYTORCH)) -> list[str]:
+def list_weights(folder: pathlib.Path) -> list[str]:
     """Returns the files of weights that `folder` has; the first one counts."""
-    return [name for name in names if (folder / name).exists()]
+    return [name for name in _WEIGHTS if (folder / name).exists()]
 
 
 def open_folder(folder: pathlib.Path) -> Checkpoint:
@@ -94,12 +92,11 @@ def _open_tensors(folder: pathlib.Path) -> tuple[Parameters, tuple[str, ...]]:
       ValueError: no weights in a readable format, damaged files, or two tensors of one name.
     """
     name = next(iter(list_weights(folder)), None)
-    if name in PYTORCH:
-        raise mismatch_error(folder, "pytorch_model.bin only", f"model.safetensors; {_CONVERT}")
     if name is None:
-        raise mismatch_error(
-            folder, "no weights", "model.safetensors, its shards, or flax_model.msgpack"
-        )
+        expected = f"{', '.join(_WEIGHTS[:-1])} or {FLAX}"
+        raise mismatch_error(folder, "no weights", expected)
+    if name in _PYTORCH:
+        return _unwrap_names(folder, pytorch_files.open_folder(folder))
     if name == FLAX:
         return _unwrap_names(folder, _rename_flax(flax_msgpack.open_file(folder / FLAX)))
     return _unwrap_names(folder, safetensors_files.open_folder(folder))

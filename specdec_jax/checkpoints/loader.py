@@ -256,7 +256,7 @@ def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint
     """
     arguments.check_kind("config", config, T5Config | None, "a T5Config")
     step, ours = t5x.find_step(folder), native_format.is_folder(folder)
-    theirs = huggingface.list_weights(folder, huggingface.READABLE) if _is_theirs(folder) else []
+    theirs = huggingface.list_weights(folder) if _is_theirs(folder) else []
     if step is not None and (config is not None or not (ours or theirs)):
         checkpoint, read = _open_step(step, config), _list_parts(step, folder)[0]
     elif config is not None:

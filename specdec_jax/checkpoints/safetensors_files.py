@@ -9,6 +9,7 @@ import json
 import math
 import pathlib
 import struct
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,21 +35,31 @@ SHARD_BYTES = 5 * 10**9  # most bytes of tensors in one file, as in transformers
 def open_folder(folder: pathlib.Path) -> Parameters:
     """Returns every tensor of `model.safetensors`, else of the shards that the index names.
 
+    Errors as for `open_shards`.
+    """
+    return open_shards(folder, WHOLE, INDEX, _open_file)
+
+
+def open_shards(
+    folder: pathlib.Path, whole: str, index_name: str, open_file: Callable
+) -> Parameters:
+    """Returns every tensor of the file `whole`, else of the shards that the index names.
+
     That order is transformers': saving a whole model into a folder of shards leaves their index.
 
     Raises:
       ValueError: a shard or a tensor is missing, or a file is damaged.
     """
-    index = folder / INDEX
-    if (folder / WHOLE).exists() or not index.exists():
-        return _open_file(folder / WHOLE)
+    index = folder / index_name
+    if (folder / whole).exists() or not index.exists():
+        return open_file(folder / whole)
     shard_of = reading.read_json(index).get("weight_map")
     if not isinstance(shard_of, dict):
         got, expected = f"weight_map {quote_value(shard_of)}", "each tensor's file by its name"
         raise ValueError(f"{index}: got {got}, expected {expected}")
     reading.check_names(shard_of, index)
     shards = {name: reading.join_inside(folder, shard, index) for name, shard in shard_of.items()}
-    opened = {shard: _open_file(shard) for shard in sorted(set(shards.values()))}
+    opened = {shard: open_file(shard) for shard in sorted(set(shards.values()))}
     for name, shard in shards.items():
         if name not in opened[shard]:
             raise mismatch_error(shard, f"no tensor {name}", f"it as {index.name} names it")

@@ -101,7 +101,7 @@ BAD = {
     "pytorch": (
         "safetensors",
         lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"),
-        "got pytorch_model.bin only, expected model.safetensors; convert",
+        "got no readable PyTorch file",
     ),
     "umt5": (
         "safetensors",

@@ -47,6 +47,9 @@ FORMATS = {
     "safetensors, bfloat16": lambda path, p, shape: make.write_hf(
         path, make.to_tensors(p, ml_dtypes.bfloat16), **shape
     ),
+    "pytorch": lambda path, p, shape: make.write_hf_pytorch(
+        path, make.to_tensors(p, ml_dtypes.bfloat16), **shape
+    ),
     "flax": lambda path, p, shape: make.write_hf_flax(path, p, **shape),
     "t5x legacy": lambda path, p, shape: make.write_t5x_legacy(path / "checkpoint_1", p),
     "t5x orbax": lambda path, p, shape: make.write_t5x_orbax(

@@ -1,7 +1,7 @@
 """Lists hostile files: a sound folder, the damage done to it, and what the message must name.
 
 The cases here replace whole files by something else or change settings; those of
-`hostile_formats.py` damage each format.
+`hostile_formats.py` and `hostile_pytorch.py` damage each format; `hostile_table.py` has all.
 """
 
 import contextlib

@@ -18,7 +18,8 @@ import time
 import make_checkpoints as make
 import numpy as np
 from golden_models import GOLDEN
-from hostile_cases import ARRAY, CASES
+from hostile_cases import ARRAY
+from hostile_table import CASES
 
 TOKENIZER = GOLDEN / "hf_tokenizer"
 
@@ -29,7 +30,7 @@ def write_bases(folder: pathlib.Path) -> None:
     from specdec_jax.drafters.ngram_table import NGramTable
     from specdec_jax.models.heads import HeadsConfig
 
-    for name in ("safetensors", "shards", "flax", "orbax", "own"):
+    for name in ("safetensors", "shards", "flax", "pytorch", "orbax", "own"):
         make.FORMATS[name](folder / name)
     inline = [name for name in make.PARAMS if name.replace("/", ".") not in ARRAY]
     make.write_t5x_legacy(folder / "legacy" / "checkpoint_7", make.PARAMS, inline=inline)

@@ -59,7 +59,7 @@ for name, damage in HEADERS.items():
         "safetensors",
         WEIGHTS,
         damage,
-        names="model" if name == "other tensors" else None,
+        names="model" if name in ("other tensors", "integers") else None,
     )
 INDEX = "model.safetensors.index.json"
 SHARD = "model-00001-of-00003.safetensors"
@@ -142,7 +142,8 @@ MESSAGES = {
     "more after it": b"\x80\x00",
 }
 for name, content in MESSAGES.items():
-    case(f"flax: {name}", "flax", "flax_model.msgpack", packed(content))
+    named = "model" if name == "integers" else None
+    case(f"flax: {name}", "flax", "flax_model.msgpack", packed(content), names=named)
     if not name.startswith("integers"):
         case(f"legacy: {name}", "legacy", LEGACY, packed(content))
 

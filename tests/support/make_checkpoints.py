@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
+import pytorch_pickles
 import safetensors.numpy
 import sentencepiece
 import tensorstore
@@ -88,6 +89,33 @@ def write_hf_flax(folder: pathlib.Path, params: dict, **config) -> pathlib.Path:
             np.ascontiguousarray(x.T) if name.endswith("/rel_embedding") else x
         )
     (folder / "flax_model.msgpack").write_bytes(serialization.to_bytes(unflatten(tree)))
+    return folder
+
+
+def write_hf_pytorch(
+    folder: pathlib.Path,
+    tensors: dict,
+    write=pytorch_pickles.write_zip,
+    name="pytorch_model.bin",
+    **config,
+) -> pathlib.Path:
+    """Writes a Hugging Face folder with PyTorch's file only."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(HF_CONFIG | config))
+    pytorch_pickles.write_state(folder / name, tensors, write)
+    return folder
+
+
+def write_hf_pytorch_shards(folder: pathlib.Path, tensors: dict, **config) -> pathlib.Path:
+    """Writes a Hugging Face folder with two of PyTorch's files and their index."""
+    weight_map = {}
+    for number in range(2):
+        part = dict(list(tensors.items())[number::2])
+        name = f"pytorch_model-{number + 1:05d}-of-00002.bin"
+        write_hf_pytorch(folder, part, name=name, **config)
+        weight_map |= dict.fromkeys(part, name)
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / "pytorch_model.bin.index.json").write_text(index)
     return folder
 
 
@@ -210,6 +238,9 @@ FORMATS = {
     "safetensors": lambda path: write_hf(path, TENSORS),
     "shards": lambda path: write_hf(path, TENSORS, shards=3),
     "flax": lambda path: write_hf_flax(path, PARAMS),
+    "pytorch": lambda path: write_hf_pytorch(path, TENSORS),
+    "pytorch legacy": lambda path: write_hf_pytorch(path, TENSORS, pytorch_pickles.write_legacy),
+    "pytorch shards": lambda path: write_hf_pytorch_shards(path, TENSORS),
     "legacy": lambda path: write_t5x_legacy(path / "checkpoint_7", PARAMS),
     "legacy without optimizer": lambda path: write_t5x_legacy(
         path / "checkpoint_7", PARAMS, optimizer=False
