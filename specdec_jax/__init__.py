@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares it with the 
     from specdec_jax.drafters.merged import MergedDrafter
     from specdec_jax.drafters.model import ModelDrafter
     from specdec_jax.drafters.ngram import NGramDrafter
+    from specdec_jax.drafters.parallel import ParallelDrafter
     from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
     from specdec_jax.drafters.random_tokens import RandomDrafter
     from specdec_jax.drafters.self_drafting import SelfDrafter
@@ -69,6 +70,7 @@ _NAMES = {
     "drafters.merged": "MergedDrafter",
     "drafters.model": "ModelDrafter",
     "drafters.ngram": "NGramDrafter",
+    "drafters.parallel": "ParallelDrafter",
     "drafters.prompt_lookup": "PromptLookupDrafter",
     "drafters.random_tokens": "RandomDrafter",
     "drafters.self_drafting": "SelfDrafter",

@@ -11,6 +11,7 @@ from specdec_jax.drafters.early_exit import EarlyExitDrafter
 from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.ngram import NGramDrafter
+from specdec_jax.drafters.parallel import ParallelDrafter
 from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_jax.drafters.random_tokens import RandomDrafter
 from specdec_jax.drafters.self_drafting import SelfDrafter
@@ -32,7 +33,7 @@ class NamedDrafter(NamedTuple):
     make: Callable[[LanguageModel], Drafter]
 
 
-SELF_INT8 = "self:int8"
+SELF_INT8, PARALLEL = "self:int8", "parallel:"
 # A new drafter without files of its own is a row here.
 WITHOUT_FILES = {
     "lookup": NamedDrafter("copies from input and output", lambda target: PromptLookupDrafter()),
@@ -58,8 +59,8 @@ def make_named_drafter(
     """Returns the drafter that `--drafter=name` means.
 
     Args:
-      name: a name of `WITHOUT_FILES`, `exit:K`, a table (.npz), or a folder; a folder with the name
-        of a drafter can be given as ./NAME.
+      name: a name of `WITHOUT_FILES`, `exit:K`, a table (.npz), a folder, or `parallel:` and one; a
+        folder with the name of a drafter can be given as ./NAME.
       target: the target.
       load: loads a model.
       reduced: makes a drafter of a model, with the shortlist and 8 bits that other options ask for.
@@ -72,6 +73,8 @@ def make_named_drafter(
         return NGramDrafter.load(name, target.vocabulary)
     if native_format.is_folder(pathlib.Path(name), "heads"):
         return HeadsDrafter.load(name, target)
+    if name.startswith(PARALLEL):
+        return ParallelDrafter(load(name.removeprefix(PARALLEL)))
     return reduced(load(name))
 
 
@@ -97,6 +100,8 @@ def make_traced_drafter(
         drafter = NGramDrafter.load(name)
         drafter.check_ids(config.vocab_size, 0)
         return drafter
+    if name.startswith(PARALLEL):
+        return ParallelDrafter(load(name.removeprefix(PARALLEL)).model)
     heads = native_format.is_folder(pathlib.Path(name), "heads")
     return TracedHeads(name, config) if heads else load(name)
 
@@ -106,7 +111,7 @@ def check_drafter_name(name: str) -> None:
     if needs_no_model(name):
         return
     try:
-        loader.resolve(name)
+        loader.resolve(name.removeprefix(PARALLEL))
     except ValueError as error:
         missing, stop, advice = str(error).partition(". If a model")
         others = f"{', '.join(WITHOUT_FILES)}, exit:K or a table (.npz)"

@@ -6,6 +6,7 @@ from typing import Any
 
 from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.family import ModelConfig
+from specdec_jax.speculative.policy import MAX_GAMMA
 from specdec_jax.training.corpus import Corpus, Pairs, Text
 from specdec_jax.training.losses import DIVERGENCES, TeacherAgreement
 
@@ -128,6 +129,11 @@ class TeacherConfig(RunConfig):
         "how the best parameters are chosen: by validation loss, acceptance (alpha at temperature"
         " 1) or agreement (at 0)",
     )
+    masks: int = make_option(
+        0,
+        "tokens after a random place of each target that are predicted from mask tokens, for a"
+        " ParallelDrafter of up to masks + 1 tokens a call; 0: an ordinary model",
+    )
 
 
 @document_fields
@@ -161,6 +167,8 @@ class TrainConfig(ExamplesConfig, TeacherConfig):
     def __post_init__(self) -> None:
         expected = "a T5Config, a GPTConfig or another family's configuration"
         self.expect("model", isinstance(self.model, ModelConfig), expected)
+        most = 0 if self.model.decoder_only else MAX_GAMMA - 1
+        self.expect("masks", 0 <= self.masks <= most, f"a number from 0 to {most}")
         dtype = self.model.dtype
         expect(dtype == "float32", "model.dtype", dtype, "float32: TrainConfig.dtype sets it")
         super().__post_init__()

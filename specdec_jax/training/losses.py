@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from specdec_jax.models.family import FamilyModule
 from specdec_jax.speculative import distributions
-from specdec_jax.training.batches import Batch, BucketedBatches
+from specdec_jax.training.batches import PADDING, Batch, BucketedBatches
 
 # Divergences `[...]` between the teacher's distribution p and the student's distribution q, given
 # log p and log q `[..., V]`; all but the total variation are in nats. The forward divergence makes
@@ -68,6 +68,8 @@ class Objective:
       distill_temperature: temperature of the teacher's distribution in the divergence; the
         student's stays at 1. Below 1 the teacher's argmax counts more.
       start_token: id that every sequence of a decoder with an encoder begins with.
+      masks: how many tokens after a random place of each target the network predicts from masks,
+        which are start tokens (`ParallelDrafter`); 0 for a model that predicts one after another.
     """
 
     model: FamilyModule
@@ -77,6 +79,7 @@ class Objective:
     divergence: str = "forward_kl"
     distill_temperature: float = 1.0
     start_token: int = 0
+    masks: int = 0
 
 
 class Metrics(NamedTuple):
@@ -116,14 +119,32 @@ def shift_right(targets: Array, start_token: int) -> Array:
     return replace_padding(before)
 
 
+def hide_tokens(targets: Array, masks: int, key: Array | None) -> tuple[Array, Array]:
+    """Returns where the decoder is fed a mask `[B, T]`, and the targets that then count.
+
+    Each row is cut at a random place. The token before the place is fed, so the first target after
+    it is predicted as ever; the next `masks` targets are predicted from masks, and no later one
+    counts. Validation, without a key, cuts every time at the same places.
+    """
+    key = jax.random.key(0) if key is None else key
+    lengths = jnp.sum((targets >= 0).astype(jnp.float32), axis=1, keepdims=True)
+    cut = (lengths * jax.random.uniform(key, lengths.shape)).astype(jnp.int32)
+    places = jnp.arange(targets.shape[1])
+    return places > cut, jnp.where(places <= cut + masks, targets, PADDING)
+
+
 def _compute_logits(
     params: dict,
     batch: Batch,
     objective: Objective,
     teacher_params: dict | None,
     dropout_key: Array | None = None,
+    hidden: Array | None = None,
 ) -> tuple[Array, Array | None]:
-    """Returns the student's logits `[B, T, V]` after prefixes of the targets, and the teacher's."""
+    """Returns the student's logits `[B, T, V]` after prefixes of the targets, and the teacher's.
+
+    Where `hidden [B, T]` the student is fed a mask; the teacher always sees the prefix.
+    """
     (inputs, targets), teacher = batch, objective.teacher
     config, variables = objective.model.config, {"params": teacher_params}
     arguments: tuple[Array, ...] = (replace_padding(inputs),)
@@ -139,7 +160,10 @@ def _compute_logits(
         teacher_options = {"encoded": encoded}
     student_options |= {"deterministic": dropout_key is None}
     student_options |= {"rngs": {} if dropout_key is None else {"dropout": dropout_key}}
-    logits = objective.model.apply({"params": params}, *arguments, **student_options)
+    seen = arguments
+    if hidden is not None:
+        seen = (*seen[:-1], jnp.where(hidden, objective.start_token, seen[-1]))
+    logits = objective.model.apply({"params": params}, *seen, **student_options)
     if teacher is None:
         return logits, None
     return logits, jax.lax.stop_gradient(teacher.apply(variables, *arguments, **teacher_options))
@@ -187,8 +211,11 @@ def loss_fn(
     For a decoder-only model the inputs in a batch are the tokens before the targets. No gradient
     flows to `teacher_params`, those of `objective.teacher`; without a key nothing is dropped.
     """
-    logits, teacher_logits = _compute_logits(params, batch, objective, teacher_params, dropout_key)
-    metrics = sum_metrics(logits, teacher_logits, batch[1], objective)
+    hidden, counted = _hide(batch, objective, dropout_key)
+    logits, teacher_logits = _compute_logits(
+        params, batch, objective, teacher_params, dropout_key, hidden
+    )
+    metrics = sum_metrics(logits, teacher_logits, counted, objective)
     return metrics.loss / jnp.maximum(metrics.tokens, 1), metrics
 
 
@@ -228,7 +255,7 @@ def train_step(
     `teacher_params` is None without a teacher. `loss` computes what is minimised, as `loss_fn`.
     """
     key = None
-    if objective.model.config.dropout_rate > 0:
+    if objective.model.config.dropout_rate > 0 or objective.masks:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
     gradient = jax.value_and_grad(loss, has_aux=True)
     (_, metrics), grads = gradient(state.params, batch, objective, teacher_params, key)
@@ -242,11 +269,21 @@ def assess(
     params: dict, batch: Batch, objective: Objective, teacher_params: dict | None = None
 ) -> tuple[Metrics, TeacherAgreement | None]:
     """Returns what `evaluate` sums up: metrics, and agreement with the teacher if there is one."""
-    logits, teacher_logits = _compute_logits(params, batch, objective, teacher_params)
+    hidden, counted = _hide(batch, objective, None)
+    logits, teacher_logits = _compute_logits(
+        params, batch, objective, teacher_params, hidden=hidden
+    )
     agreement = None
     if teacher_logits is not None:
-        agreement = _sum_agreement(logits, teacher_logits, batch[1])
-    return sum_metrics(logits, teacher_logits, batch[1], objective), agreement
+        agreement = _sum_agreement(logits, teacher_logits, counted)
+    return sum_metrics(logits, teacher_logits, counted, objective), agreement
+
+
+def _hide(batch: Batch, objective: Objective, key: Array | None) -> tuple[Array | None, Array]:
+    """Returns what `hide_tokens` does; without masks nothing is hidden and all targets count."""
+    if not objective.masks:
+        return None, batch[1]
+    return hide_tokens(batch[1], objective.masks, key)
 
 
 @functools.cache

@@ -187,7 +187,10 @@ class Run:
         self._initial = _load_initial_params(config) if saved.step is None else None
         network = set_dtype(config, config.model)
         self.objective = Objective(
-            network.module(), config.label_smoothing, start_token=ids.start_token
+            network.module(),
+            config.label_smoothing,
+            start_token=ids.start_token,
+            masks=config.masks,
         )
         self.teacher_params = None
         if teacher is not None:

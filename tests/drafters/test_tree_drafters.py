@@ -44,6 +44,7 @@ DRAFTERS = {
     "early exit": (None, early_exit),
     "itself in int8": (None, lambda: sd.SelfDrafter(t5())),
     "heads": (None, lambda: random_heads(t5(), share_head=True)),
+    "in parallel": (TARGET, lambda: sd.ParallelDrafter(MODEL)),
     "bigrams": (TARGET, lambda: table(False)),
     "bigrams, drawn": (TARGET, lambda: table(True)),
     "lookup": (TARGET, lambda: sd.PromptLookupDrafter(1)),

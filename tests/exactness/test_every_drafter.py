@@ -50,6 +50,7 @@ DRAFTERS = {
     "heads": lambda: random_heads(target()),
     "unigrams": lambda: table(1, True),
     "trigrams": lambda: table(3, False),
+    "parallel": lambda: sd.ParallelDrafter(similar()),
     "lookup": lambda: sd.PromptLookupDrafter(1),
     "assisted": lambda: sd.AssistedNGramDrafter(),
     "random": lambda: sd.RandomDrafter(V),
@@ -61,7 +62,7 @@ DRAFTERS = {
 }
 
 # Whose own files test their exactness in the first tier.
-COVERED = ("shortlist", "8 bits", "trigrams", "vertical cascade", "horizontal cascade")
+COVERED = ("shortlist", "parallel", "8 bits", "trigrams", "vertical cascade", "horizontal cascade")
 
 
 def run(drafter, verifier: str | sd.Verifier, sampling=SAMPLING):
