@@ -7,14 +7,26 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.drafters.drafting import empty_distribution, fold_part_keys
+from specdec_jax.drafters.drafting import (
+    Recorded,
+    empty_distribution,
+    fold_part_keys,
+    read_signals,
+)
 from specdec_jax.drafters.model import ModelDrafter, ModelDraftState
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.distributions import Categorical, PointMass
 from specdec_jax.speculative.drafter import Drafter, can_draft_chains
 from specdec_jax.speculative.iteration import verify, write
-from specdec_jax.speculative.state import DecodeState, Draft, Scored
+from specdec_jax.speculative.policy import DraftSignals, Policy, limit_rows
+from specdec_jax.speculative.state import (
+    DecodeState,
+    Draft,
+    Scored,
+    make_empty_signals,
+    make_prefixes,
+)
 from specdec_jax.speculative.verifiers import VERIFIERS
 
 
@@ -34,19 +46,20 @@ class DrafterPair(Drafter):
     """Two drafters as one."""
 
     parts: tuple[Any, Any]
-    number: int = 0  # a static setting
+    settings: tuple[Any, ...] = ()  # static
+    provides_probs: ClassVar[Any] = _any_part_property("provides_probs")
     reads_encoder: ClassVar[Any] = _any_part_property("reads_encoder")
     reads_states: ClassVar[Any] = _any_part_property("reads_states")
     reads_logits: ClassVar[Any] = _any_part_property("reads_logits")
     needs_target_state: ClassVar[Any] = _any_part_property("needs_target_state")
 
     def tree_flatten(self):
-        return self.parts, self.number
+        return self.parts, self.settings
 
     @classmethod
-    def tree_unflatten(cls, number: int, parts: Any):
+    def tree_unflatten(cls, settings: tuple[Any, ...], parts: Any):
         pair = object.__new__(cls)
-        pair.parts, pair.number = tuple(parts), number
+        pair.parts, pair.settings = tuple(parts), settings
         return pair
 
     @property
@@ -54,7 +67,7 @@ class DrafterPair(Drafter):
         return tuple(model for part in self.parts for model in part.models)
 
     def identity(self) -> tuple[list[Any], Any]:
-        return [self.number, *(part.contents for part in self.parts)], None
+        return [self.settings, *(part.contents for part in self.parts)], None
 
     def check(self, target: LanguageModel) -> None:
         for part in self.parts:
@@ -88,6 +101,77 @@ class DrafterPair(Drafter):
         return PairState(*(part.observe(own, state, scored) for part, own in states))
 
 
+def _join(*parts: tuple[Any, jax.Array], into: Any) -> Any:
+    """Returns the buffers `into` `[B, G, …]` with the first tokens of two parts of a draft.
+
+    Args:
+      parts: the values of the first drafter and of the second, and how many tokens `[B]` of each
+        count; the second's follow the first's.
+    """
+    (head, count), (tail, more) = parts
+    into = jax.tree.map(lambda old, new: write(old, new, count * 0, count), into, head)
+    return jax.tree.map(lambda old, new: write(old, new, count, more), into, tail)
+
+
+def _read_signals(draft: Draft, state: DecodeState) -> DraftSignals | None:
+    """Returns what the policy of γ reads of a part of a draft, if there is one that does.
+
+    A drafter without distributions counts as certain, which it is of a token that it did not draw.
+    """
+    nothing = make_empty_signals(state.policy, len(state.lengths))
+    if nothing is None or draft.seen is not None:
+        return draft.seen
+    return nothing._replace(prob=nothing.prob + 1)
+
+
+def _find_end(
+    state: DecodeState,
+    seen: DraftSignals | None,
+    wanted: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    width: int,
+) -> jax.Array:
+    """Returns how many tokens of a draft are wanted after its policy of γ has read some of them.
+
+    Args:
+      seen: what it reads, up to and including these tokens.
+      wanted: `[B]`, how many were wanted before.
+      starts, counts: `[B]`, offset of the first of these tokens and how many there are.
+      width: the most that there are.
+    """
+    if seen is None:
+        return wanted
+    assert state.policy is not None, "only a policy reads the distributions of a draft"
+    for offset in range(width):
+        steps = starts + offset
+        limits = limit_rows(state.policy, state.policy_state, steps, seen)
+        ends = jnp.minimum(wanted, jnp.maximum(limits, steps + 1))
+        wanted = jnp.where((offset < counts) & (steps < wanted), ends, wanted)
+    return wanted
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class _Behind(Policy):
+    """A policy of γ for a part of a draft, which reads the part before it too.
+
+    Attributes:
+      policy: the policy of the whole draft.
+      before, counts: what it reads of the part before, and how many tokens `[B]` that has.
+    """
+
+    policy: Any = dataclasses.field(default=None, metadata={"traced": True})
+    before: Any = dataclasses.field(default=None, metadata={"traced": True})
+    counts: Any = dataclasses.field(default=None, metadata={"traced": True})
+    needs_probs: ClassVar[bool] = True
+
+    def limit(self, state: Any, step: jax.Array, seen: DraftSignals) -> jax.Array:
+        most = jnp.full_like(self.counts, self.maximum)
+        whole = _join((self.before, self.counts), (seen, most), into=self.before)
+        return limit_rows(self.policy, state, self.counts + step, whole) - self.counts
+
+
 @jax.tree_util.register_pytree_node_class
 class HorizontalCascade(DrafterPair):
     """One drafter for the first positions of a draft and another, cheaper one for later ones.
@@ -95,10 +179,15 @@ class HorizontalCascade(DrafterPair):
     Later positions count for less. The second also takes over where the first has nothing more to
     propose: with a copying drafter before a model, the copy goes as far as it can and the model
     drafts the rest. Each position has the distribution of the drafter that it comes from; a point
-    mass beside a distribution becomes a one-hot distribution.
+    mass beside a distribution becomes a one-hot distribution. A policy of γ that reads
+    distributions reads those of both; a drafter without them counts as certain.
     """
 
-    def __init__(self, first: Drafter, then: Drafter, switch: int):
+    varies: ClassVar[Any] = property(
+        lambda self: self.settings[1] is not None or any(part.varies for part in self.parts)
+    )
+
+    def __init__(self, first: Drafter, then: Drafter, switch: int, then_gamma: int | None = 4):
         """Joins two drafters.
 
         Args:
@@ -106,56 +195,75 @@ class HorizontalCascade(DrafterPair):
           then: drafts what follows; not an `EarlyExitDrafter` or a `HeadsDrafter`, since the target
             has not yet seen what was drafted.
           switch: at least 1.
+          then_gamma: the most tokens that `then` drafts, at least 1; None: all that are left. With
+            a limit γ can suit `first`, 12 or 16 for a drafter that copies, and not cost as many
+            steps of `then` where nothing is copied.
 
         Raises:
           ValueError: an argument of another kind.
         """
         _check_drafters(first=first, then=then)
         _check_behind("then", then)
-        self.parts, self.number = (first, then), arguments.check_integer("switch", switch, 1)
+        switch = arguments.check_integer("switch", switch, 1)
+        if then_gamma is not None:
+            then_gamma = arguments.check_integer("then_gamma", then_gamma, 1)
+        self.parts, self.settings = (first, then), (switch, then_gamma)
 
     @property
     def name(self) -> str:
         first, then = self.parts
-        return f"{first.name}, then {then.name} (from {self.number})"
+        return f"{first.name}, then {then.name} (from {self.settings[0]})"
 
     def draft(
         self, draft_state: PairState, state: DecodeState, num_wanted: jax.Array
     ) -> tuple[PairState, Draft]:
-        (first, then), config = self.parts, state.config
+        (first, then), (switch, then_gamma), config = self.parts, self.settings, state.config
         draft_state = self.rewind(draft_state, state.lengths)
-        early = min(self.number, config.gamma)
+        early = min(switch, config.gamma)
         front = dataclasses.replace(state, config=config._replace(gamma=early))
         own, head = first.draft(draft_state.first, front, jnp.minimum(num_wanted, early))
-        count = head.num_drafted
+        count, seen = head.num_drafted, _read_signals(head, state)
 
         # Nothing comes after an EOS.
         end = jnp.take_along_axis(head.tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)
         ended = (count > 0) & jnp.any(end == state.eos_ids, axis=1)
+        num_wanted = _find_end(state, seen, num_wanted, count * 0, count, early)
+        late = min(then_gamma or config.gamma, config.gamma)
         behind = dataclasses.replace(
             state,
             tokens=write(state.tokens, head.tokens, state.lengths, count),
             lengths=state.lengths + count,
             keys=fold_part_keys(state),
+            config=config._replace(gamma=late),
+            policy=state.policy
+            if seen is None
+            else _Behind(config.gamma, state.policy, seen, count),
         )
-        left = jnp.where(ended, 0, num_wanted - count)
+        left = jnp.where(ended, 0, jnp.clip(num_wanted - count, 0, late))
         other, tail = then.draft(draft_state.second, behind, left)
-
-        def join(buffer: jax.Array, of_head: jax.Array, of_tail: jax.Array):
-            buffer = write(buffer, of_head, count * 0, count)
-            return write(buffer, of_tail, count, tail.num_drafted)
-
-        tokens = join(jnp.zeros_like(tail.tokens), head.tokens, tail.tokens)
-        dist: Categorical | PointMass | None = empty_distribution(state)
-        dists = head.dist, tail.dist
-        if dist is not None and all(isinstance(one, PointMass) for one in dists):
-            dist = PointMass(tokens, config.vocab_size)
-        elif dist is not None:
-            dense = (one.dist() if isinstance(one, PointMass) else one for one in dists)
-            dist = Categorical(*map(join, dist, *dense))
-        calls = head.calls + tail.calls
-        draft = Draft(tokens, count + tail.num_drafted, dist, calls, target_cache=head.target_cache)
+        draft = _join_drafts(state, head, tail)
         return PairState(own, other), draft
+
+
+def _join_drafts(state: DecodeState, head: Draft, tail: Draft) -> Draft:
+    """Returns a draft of a row's tokens in `head`, and after them those in `tail`."""
+    counts, config = (head.num_drafted, tail.num_drafted), state.config
+    num_drafted = head.num_drafted + tail.num_drafted
+    tokens = jnp.zeros((len(state.lengths), config.gamma), jnp.int32)
+    tokens = _join(*zip((head.tokens, tail.tokens), counts), into=tokens)
+    dist: Categorical | PointMass | None = empty_distribution(state)
+    dists = head.dist, tail.dist
+    if dist is not None and all(isinstance(one, PointMass) for one in dists):
+        dist = PointMass(tokens, config.vocab_size)
+    elif dist is not None:
+        dense = (one.dist() if isinstance(one, PointMass) else one for one in dists)
+        dist = _join(*zip(dense, counts), into=dist)
+    seen = make_empty_signals(state.policy, len(state.lengths))
+    if seen is not None:
+        signals = (_read_signals(part, state) for part in (head, tail))
+        seen = _join(*zip(signals, counts), into=seen)
+    calls = head.calls + tail.calls
+    return Draft(tokens, num_drafted, dist, calls, seen, head.target_cache)
 
 
 class _Loop(NamedTuple):
@@ -166,7 +274,7 @@ class _Loop(NamedTuple):
       drafted: `[B]`, how many tokens have been drafted.
       wanted: `[B]`, how many tokens are to be drafted.
       model, inner: the states of the two drafters.
-      dist: distribution of the draft, or None.
+      recorded: what is kept of the distributions of the draft.
       calls: `[B]`, calls of the model.
     """
 
@@ -175,7 +283,7 @@ class _Loop(NamedTuple):
     wanted: jax.Array
     model: ModelDraftState
     inner: Any
-    dist: Categorical | None
+    recorded: Recorded
     calls: jax.Array
 
 
@@ -208,12 +316,12 @@ class VerticalCascade(DrafterPair):
         _check_drafters(inner=inner)
         _check_behind("inner", inner)
         self.parts = model_drafter, inner
-        self.number = arguments.check_integer("inner_gamma", inner_gamma, 1)
+        self.settings = (arguments.check_integer("inner_gamma", inner_gamma, 1),)
 
     @property
     def name(self) -> str:
         model_drafter, inner = self.parts
-        return f"{model_drafter.name} over {inner.name} ({self.number})"
+        return f"{model_drafter.name} over {inner.name} ({self.settings[0]})"
 
     def draft(
         self, draft_state: PairState, state: DecodeState, num_wanted: jax.Array
@@ -225,7 +333,7 @@ class VerticalCascade(DrafterPair):
         less, and no step is needed to catch up.
         """
         (model_drafter, inner), config = self.parts, state.config
-        width = min(self.number, max(config.gamma - 1, 1))
+        width = min(self.settings[0], max(config.gamma - 1, 1))
         verifier = config.verifier if config.verifier.coupled else VERIFIERS["token"]
         inside = dataclasses.replace(
             state,
@@ -249,7 +357,8 @@ class VerticalCascade(DrafterPair):
             logits, cache = network.decode(fed, cached, cache)
             logits = model_drafter.widened(logits, config.vocab_size)
             scored = jnp.minimum(lag[:, None] + offsets, width)[..., None]
-            verified, dist = verify(view, guess, jnp.take_along_axis(logits, scored, axis=1))
+            logits = jnp.take_along_axis(logits, scored, axis=1)
+            verified, dist = verify(view, guess, logits)
 
             at_end = offsets == verified.num_accepted[:, None]
             new = jnp.pad(guess.tokens, ((0, 0), (0, 1)))
@@ -259,25 +368,37 @@ class VerticalCascade(DrafterPair):
             num_new = jnp.minimum(verified.num_accepted, first_eos) + 1
             # A row that lags by more only catches up.
             num_new = jnp.where((left > 0) & (lag <= width), num_new, 0)
-            drafted, now = loop.drafted + num_new, jnp.minimum(lag + num_new, width + 1)
             place = functools.partial(write, starts=loop.drafted, counts=num_new)
+            seen = loop.recorded.signals
+            if seen is not None:
+                adjusted = make_prefixes(view, proposed), state.sampling, config.mode
+                signals = read_signals(logits, adjusted, new)
+                seen = DraftSignals(*map(place, seen, signals))
+            wanted = _find_end(state, seen, loop.wanted, loop.drafted, num_new, width + 1)
+            ended = first_eos < num_new
+            num_new = jnp.minimum(num_new, wanted - loop.drafted)
+            drafted, now = loop.drafted + num_new, jnp.minimum(lag + num_new, width + 1)
+            record = loop.recorded.dist
+            if record is not None and dist is not None:
+                record = Categorical(*map(place, record, dist))
             return _Loop(
                 tokens=write(loop.tokens, new, lengths, num_new),
                 drafted=drafted,
-                wanted=jnp.where(first_eos < num_new, drafted, loop.wanted),
+                wanted=jnp.where(ended, drafted, wanted),
                 model=ModelDraftState(cache, jnp.where(left > 0, cached + now, cached)),
                 inner=inner_state,
-                dist=loop.dist and dist and Categorical(*map(place, loop.dist, dist)),
+                recorded=Recorded(record, seen),
                 calls=loop.calls + jnp.where(left > 0, guess.calls + 1, 0),
             )
 
         none, draft_state = jnp.zeros_like(state.lengths), self.rewind(draft_state, state.lengths)
-        loop = _Loop(state.tokens, none, num_wanted, *draft_state, empty_distribution(state), none)
+        loop = _Loop(state.tokens, none, num_wanted, *draft_state, Recorded.empty(state), none)
         loop = jax.lax.while_loop(lambda loop: jnp.any(loop.drafted < loop.wanted), body, loop)
         places = state.lengths[:, None] + jnp.arange(config.gamma)
         places = jnp.minimum(places, state.tokens.shape[1] - 1)
         tokens = jnp.take_along_axis(loop.tokens, places, axis=1)
-        return PairState(loop.model, loop.inner), Draft(tokens, loop.drafted, loop.dist, loop.calls)
+        draft = Draft(tokens, loop.drafted, loop.recorded.dist, loop.calls, loop.recorded.signals)
+        return PairState(loop.model, loop.inner), draft
 
 
 def _check_drafters(**drafters) -> None:

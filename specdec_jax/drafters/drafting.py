@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from specdec_jax.speculative import distributions, randomness
 from specdec_jax.speculative.distributions import Categorical, PointMass
 from specdec_jax.speculative.policy import DraftSignals
+from specdec_jax.speculative.processors import Context
+from specdec_jax.speculative.sampling import SamplingMode, SamplingRows
 from specdec_jax.speculative.state import (
     AnyRows,
     DecodeState,
@@ -210,11 +212,23 @@ def draw_adjusted(
         token, dist = draw(state, here, step, recorded.dist)  # type: ignore[arg-type]
     if recorded.signals is None:
         return token, Recorded(dist, None)
+    signals = read_signals(logits, adjusted, token[:, None])
+    return token, Recorded(dist, _record(recorded.signals, signals, step))
+
+
+def read_signals(
+    logits: jax.Array, adjusted: tuple[Context, SamplingRows, SamplingMode], tokens: jax.Array
+) -> DraftSignals:
+    """Returns what a policy of γ reads of the distributions that `tokens [B, T]` come from.
+
+    Args:
+      logits: `[B, T, V]`, before they are adjusted.
+      adjusted: what else `standardize` takes.
+    """
     soft = distributions.standardize(logits, *adjusted, soften=True)
     entropy = soft.entropy()
     evenness = entropy / max(math.log(logits.shape[-1]), 1e-9)
-    signals = DraftSignals(soft.prob(token[:, None]), entropy, evenness)
-    return token, Recorded(dist, _record(recorded.signals, signals, step))
+    return DraftSignals(soft.prob(tokens), entropy, evenness)
 
 
 def draw(

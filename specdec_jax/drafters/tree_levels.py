@@ -336,7 +336,8 @@ def _find_expandable(
     """Returns which of the nodes in the columns `places` may have children."""
     if signals is None or state.policy is None:
         return True
-    return state.policy.goes_on(DraftSignals(*(_pick(values, places) for values in signals)))
+    here = DraftSignals(*(_pick(values, places) for values in signals))
+    return state.policy.goes_on(state.policy_state, here)
 
 
 def _read_signals(

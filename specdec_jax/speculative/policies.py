@@ -113,7 +113,7 @@ class EntropyBound(Policy):
     threshold: PerInput = number_field(0.4, 0, 1)
     needs_probs: ClassVar[bool] = True
 
-    def goes_on(self, seen: DraftSignals) -> Bool[Array, "B G"]:
+    def goes_on(self, state: Any, seen: DraftSignals) -> Bool[Array, "B G"]:
         bound = 1 - jnp.sqrt(self.scale[:, None] * jnp.maximum(seen.entropy, 0))
         return ~(bound < self.threshold[:, None])
 
@@ -134,7 +134,7 @@ class Confidence(Policy):
     threshold: PerInput = number_field(0.4, 0, 1)
     needs_probs: ClassVar[bool] = True
 
-    def goes_on(self, seen: DraftSignals) -> Bool[Array, "B G"]:
+    def goes_on(self, state: Any, seen: DraftSignals) -> Bool[Array, "B G"]:
         return ~(seen.prob < self.threshold[:, None])
 
 

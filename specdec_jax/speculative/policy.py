@@ -197,13 +197,14 @@ class Policy:
         """Returns the most tokens to draft, by the draft's first distribution."""
         return self.maximum
 
-    def goes_on(self, seen: DraftSignals) -> Bool[Array, "B G"]:
+    def goes_on(self, state: Any, seen: DraftSignals) -> Bool[Array, "B G"]:
         """Returns after which drafted tokens their draft, or their path of a tree, may go on."""
         return jnp.ones_like(seen.prob, bool)
 
     def limit(self, state: Any, step: Int[Array, ""], seen: DraftSignals) -> Int[Array, " B"]:
         """Returns how long a draft may become, now that the token at offset `step` was drawn."""
-        goes_on = jax.lax.dynamic_index_in_dim(self.goes_on(seen), step, axis=1, keepdims=False)
+        goes_on = self.goes_on(state, seen)
+        goes_on = jax.lax.dynamic_index_in_dim(goes_on, step, axis=1, keepdims=False)
         most = jnp.where(step == 0, self.budget(state, seen), self.maximum)
         return jnp.where(goes_on, most, step + 1)
 
@@ -236,6 +237,16 @@ def choose_gamma(policy: Policy | None, state: Any, most: Int[Array, " B"]) -> I
     if got not in (f"int32[{len(most)}]", "int32[]"):
         _raise(policy, "wanted", got, "an integer for each row")
     return jnp.minimum(most, wanted)
+
+
+def limit_rows(
+    policy: Policy, state: Any, steps: Int[Array, " B"], seen: DraftSignals
+) -> Int[Array, " B"]:
+    """Returns `Policy.limit` for rows that are each at a step of their own."""
+
+    alone = jax.tree.map(lambda x: x[:, None], (policy, state, seen))
+    limits = jax.vmap(lambda step, row: row[0].limit(row[1], step, row[2]))(steps, alone)
+    return limits[:, 0]
 
 
 def update_policy(policy: Policy, state: Any, outcome: Outcome) -> Any:

@@ -80,7 +80,7 @@ def test_every_position_has_the_distribution_of_its_drafter(name):
     wanted, drafter = np.full(B, 5, np.int32), PAIRS[name]()
     first, then = drafter.parts
     draft = first_draft(drafter, wanted)
-    alone = first_draft(first, np.minimum(wanted, drafter.number))
+    alone = first_draft(first, np.minimum(wanted, drafter.settings[0]))
     counts = alone.num_drafted
     if name == "lookup, table":
         assert isinstance(draft.dist, PointMass)
@@ -91,7 +91,7 @@ def test_every_position_has_the_distribution_of_its_drafter(name):
             draft.tokens[row, : counts[row]], alone.tokens[row, : counts[row]]
         )
         ids = draft.tokens[row, : draft.num_drafted[row]].tolist()
-        assert len(ids) == 5
+        assert len(ids) == min(5, counts[row] + 4), "`then` drafts at most 4"
         for place, token in enumerate(ids):
             part = first if place < counts[row] else then
             part = part.parts[0] if isinstance(part, sd.VerticalCascade) else part
@@ -106,6 +106,24 @@ def test_every_position_has_the_distribution_of_its_drafter(name):
             assert expected[token] > 0
     if name.startswith("lookup"):
         assert len(set(counts.tolist())) > 1, "or the second never fills in"
+
+
+@tiers.parametrize("then_gamma", [2, 1, None], first=1)
+def test_the_second_drafts_no_more_than_its_limit(then_gamma):
+    """So γ may suit a drafter that copies; what is drafted stays the same as far as it goes."""
+    first, wanted = sd.PromptLookupDrafter(1), np.arange(B, dtype=np.int32) % 6
+    drafter = sd.HorizontalCascade(first, model, 3, then_gamma)
+    assert drafter.varies == (then_gamma is not None) or first.varies
+    draft, counts = first_draft(drafter, wanted), first_draft(first, np.minimum(wanted, 3))
+    most = np.minimum(wanted, counts.num_drafted + (then_gamma or 5))
+    np.testing.assert_array_equal(draft.num_drafted, most)
+    whole = first_draft(sd.HorizontalCascade(first, model, 3, 5), wanted).tokens
+    drafted = np.arange(5) < most[:, None]
+    np.testing.assert_array_equal(np.where(drafted, draft.tokens, 0), np.where(drafted, whole, 0))
+    if then_gamma == 2:
+        result = run(drafter)
+        np.testing.assert_array_equal(result.tokens, plain().tokens)
+        assert 0 < result.stats.accepted < result.stats.drafted
 
 
 def test_nothing_is_drafted_after_an_eos():
@@ -210,6 +228,11 @@ def test_bad_input():
             ValueError, match=f"switch: got {switch}, expected an integer of at least 1"
         ):
             sd.HorizontalCascade(model, table(True), switch)
+        if switch is not None:
+            with pytest.raises(
+                ValueError, match=f"then_gamma: got {switch}, expected an integer of at least 1"
+            ):
+                sd.HorizontalCascade(model, table(True), 1, switch)
         with pytest.raises(
             ValueError, match=f"inner_gamma: got {switch}, expected an integer of at least 1"
         ):

@@ -151,6 +151,7 @@ def drafters() -> list:
         ),
         *(
             sd.HorizontalCascade(sd.PromptLookupDrafter(), small, 2),
+            sd.HorizontalCascade(sd.PromptLookupDrafter(), small, 2, then_gamma=3),
             sd.VerticalCascade(small, table(5), 1),
         ),
         sd.HorizontalCascade(sd.PromptLookupDrafter(), sd.ModelDrafter(tiny_t5(4)), 1),
