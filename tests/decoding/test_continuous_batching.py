@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+import tiers
 from toy_models import HashModel, Words, compilations
 
 import specdec_jax as sd
@@ -125,8 +126,7 @@ def test_the_number_of_rows_changes_nothing(size):
     assert_same(stream(FIRST, batch_size=size), expected(FIRST))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [FIRST, pytest.param(STOPS, marks=slow)])
+@tiers.parametrize("name", [FIRST, STOPS], first=1)
 def test_batches_give_the_same(name):
     assert_same(stream(name, batch_size=4, refill=False), expected(name))
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
@@ -95,7 +96,7 @@ TREES = {
 
 # Shape, model, and whether it runs in the CPU's kernels.
 GREEDY = [(shape, name, kernel) for shape in TREES for name in MODELS for kernel in (True, False)]
-QUICK = [("uniform", "t5", True), ("dynamic", "gpt", True)]
+QUICK = [("uniform", "t5", False), ("dynamic", "gpt", True)]
 
 
 @pytest.mark.parametrize(
@@ -138,21 +139,17 @@ def test_processors_see_the_path_of_each_node(name):
     assert_same(found, run(speculative=False, sampling=sampling, verifier="gumbel"))
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     "children, verify, verifier",
     [
-        *(
-            pytest.param(*one, marks=slow)
-            for one in (
-                ("mixed", "mixed", "token"),
-                ("drawn", "traversal", "block"),
-                ("drawn", "recursive", "token"),
-                ("iid", "recursive", "token"),
-                ("iid", "kseq", "token"),
-                ("gumbel", "gumbel", "gumbel"),
-            )
-        ),
+        ("mixed", "mixed", "token"),
+        ("drawn", "traversal", "block"),
+        ("drawn", "recursive", "token"),
+        ("iid", "recursive", "token"),
+        ("iid", "kseq", "token"),
+        ("gumbel", "gumbel", "gumbel"),
     ],
+    first=1,
 )
 def test_one_branch_draws_what_a_chain_draws(children, verify, verifier):
     tree = Tree.chain(3, children=children, verifier=verify)
@@ -246,9 +243,7 @@ def test_a_row_does_not_depend_on_its_batch():
 # --- Limits and budgets ---
 
 
-@pytest.mark.parametrize(
-    "limit", [[1, 7, 3, 10], *(pytest.param(limit, marks=slow) for limit in (1, 2, 3, 4, 5))]
-)
+@tiers.parametrize("limit", [1, [1, 7, 3, 10], 2, 3, 4, 5], first=2)
 def test_no_row_passes_its_limit(limit):
     found = run(tree=Tree.uniform((2, 2, 2, 1)), max_new_tokens=limit, eos_ids=())
     assert_same(found, run(speculative=False, max_new_tokens=limit, eos_ids=()))
