@@ -49,7 +49,7 @@ def run(*cases: str) -> dict:
 @pytest.mark.parametrize(
     "rows_by_case",
     [
-        {"2x2, 4": 2},
+        pytest.param({"2x2, 4": 2}, marks=pytest.mark.slow),
         pytest.param({"1x4, 1": 1, "1x4, 3": 3, "4x1, 4": 1, "2x2, 2": 1}, marks=pytest.mark.slow),
     ],
     ids=["one mesh", "others"],

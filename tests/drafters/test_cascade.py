@@ -239,10 +239,11 @@ def horizontal():
 SPREAD_TARGET = HashModel(V, 0, spread=3.0)
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     "make, verifier",
     [(vertical, "block"), (horizontal, "token")],
     ids=["vertical", "horizontal"],
+    first=1,
 )
 def test_distribution_through_the_engine(make, verifier):
     counts, (examined, accepted) = sample(SPREAD_TARGET, make(), SPREAD, ROWS, verifier=verifier)

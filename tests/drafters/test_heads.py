@@ -217,6 +217,7 @@ def joint_distribution(model) -> np.ndarray:
     return joint.ravel()
 
 
+@pytest.mark.slow
 def test_distribution_through_the_engine():
     """The joint distribution of four tokens, with heads that are often wrong."""
     rows = 20_000

@@ -90,6 +90,7 @@ def test_ids_that_a_drafter_lacks_have_no_probability_at_any_temperature():
     assert set(drafted.tolist()) <= set(LISTED) and len(set(drafted.tolist())) > 3
 
 
+@pytest.mark.slow
 def test_distribution_through_the_engine():
     """The joint distribution of three tokens; ids off the list come from the residual."""
     target, draft = HashModel(V, 0, spread=3.0), HashModel(V, 1, spread=3.0, likeness=0.5)

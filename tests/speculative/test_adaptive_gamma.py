@@ -156,7 +156,7 @@ def test_distribution_by_enumeration(costs, verifier):
 
 
 @tiers.parametrize(
-    "costs", [(1.0, 1.5, 1.7), (1.0, 1.9, 2.4)], ids=["pays at first", "looks at first"], first=1
+    "costs", [(1.0, 1.5, 1.7), (1.0, 1.9, 2.4)], ids=["pays at first", "looks at first"], first=0
 )
 def test_distribution_through_the_engine(costs):
     """Joint distribution of three tokens, drawn with the engine's own keys."""

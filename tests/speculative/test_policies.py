@@ -308,7 +308,7 @@ def test_greedy_output_is_that_of_plain_decoding(name):
     "policy, verifier",
     [(sd.Confidence(2, threshold=0.12), "block"), (sd.EntropyBound(2, scale=0.1), "token")],
     ids=["confidence, block", "entropy bound, token"],
-    first=1,
+    first=0,
 )
 def test_distribution_through_the_engine(policy, verifier):
     """The joint distribution of three tokens, with drafts of one and of two tokens."""
