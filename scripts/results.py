@@ -1,7 +1,7 @@
 """Measures the figures of the pages, stage by stage, and renders the pages' tables.
 
-    python scripts/results.py --data=DATA            # about an hour on two cores
-    python scripts/results.py --data=DATA --quick    # about ten minutes
+    python scripts/results.py --data=DATA            # an hour and a half on two cores
+    python scripts/results.py --data=DATA --quick    # a quarter of an hour
     python scripts/results.py --render               # renders only
 
 Run it alone on the machine. Everything is decoded with the bundled pair; the ways of decoding of
@@ -30,13 +30,15 @@ from absl import app, flags
 
 from specdec_jax.analysis import machine
 from specdec_jax.files.writing import write_file
-from tools import result_stages
-from tools.result_stages import STAGES, Settings
+from tools.results.cases import forget_programs
+from tools.results.shortfalls import list_shortfalls
+from tools.results.stage import Settings, Skipped
+from tools.results.stages import STAGES
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "scripts" / "results"
 _DATA = flags.DEFINE_string("data", None, "Folder of the texts; without it only `sentences`.")
-_QUICK = flags.DEFINE_bool("quick", False, "Fewer sentences and passes: about ten minutes.")
+_QUICK = flags.DEFINE_bool("quick", False, "Fewer sentences and passes: a quarter of an hour.")
 _ONLY = flags.DEFINE_list("only", list(STAGES), "Stages to measure, comma-separated.")
 _AGAIN = flags.DEFINE_bool("again", False, "Measure stages anew that the record has.")
 _RENDER = flags.DEFINE_bool("render", False, "Render the pages' tables, measure nothing.")
@@ -68,9 +70,10 @@ def measure(settings: Settings, names: Sequence[str], again: bool) -> None:
         print(f"{one}: about {STAGES[one].minutes[settings.quick]:g} minutes", flush=True)
         start = time.perf_counter()
         found: dict[str, Any] = {}
+        forget_programs()
         try:
             found["rows"] = STAGES[one].measure(settings)
-        except result_stages.Skipped as reason:
+        except Skipped as reason:
             found["skipped"] = str(reason)
         except Exception as error:  # the others follow
             found["failed"] = f"{type(error).__name__}: {error}"
@@ -128,7 +131,7 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
       ValueError: there is no such stage.
     """
     if name == "shortfalls":
-        columns = [result_stages.list_shortfalls(record["stages"]) for record in records]
+        columns = [list_shortfalls(record["stages"]) for record in records]
         return _write_rows("what falls short", records, columns)
     stage, _, text = name.partition(" ")
     if stage not in STAGES:

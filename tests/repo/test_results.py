@@ -83,7 +83,7 @@ def test_a_run_resumes_and_a_failing_stage_stops_no_other(results, tmp_path, mon
 
         return results.STAGES["pair"]._replace(measure=measure)
 
-    skipped = results.result_stages.Skipped("no data")
+    skipped = results.Skipped("no data")
     stages = {"a": stage("a"), "b": stage("b", RuntimeError("no")), "c": stage("c", skipped)}
     monkeypatch.setattr(results, "STAGES", stages)
     monkeypatch.setattr(results, "RECORDS", tmp_path)

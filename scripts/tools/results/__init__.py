@@ -1,0 +1,1 @@
+"""The stages of `results.py`, a file for each group of questions."""

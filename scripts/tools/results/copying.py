@@ -1,0 +1,99 @@
+"""Stages about outputs that repeat the input: corrected sentences and summaries.
+
+No bundled model corrects or summarises. So the target's output is forced, token by token, to be a
+known text: the corrected sentence, or a summary that a person wrote. The target's calls take the
+time that they always take, and a drafter that copies sees what it would see. A drafter that is a
+model cannot be measured so, since forced tokens apply to its logits too.
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from specdec_jax.drafters.assisted import AssistedNGramDrafter
+from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_jax.speculative.sampling import SamplingConfig
+from tools.results.cases import Case, load_target, time_cases
+from tools.results.stage import Row, Rows, Settings, Skipped
+from tools.results.texts import find_text, read_pairs, require_pairs
+
+# Drafters that copy, and their γ; a new one needs a row here.
+DRAFTERS: dict[str, tuple[Callable[[], Any], int]] = {
+    "`lookup`, γ = 4": (PromptLookupDrafter, 4),
+    "`lookup`, γ = 8": (PromptLookupDrafter, 8),
+    "`lookup`, γ = 16": (PromptLookupDrafter, 16),
+    "`assisted`, γ = 4": (AssistedNGramDrafter, 4),
+}
+CHANGED = (3, 8, 15)  # % of words
+
+
+def force_outputs(outputs: Sequence[Sequence[int]]) -> Callable[[int], Mapping[str, Any]]:
+    """Returns the options by which the sentence of a number has a known output."""
+    configs = [SamplingConfig(forced_tokens=dict(enumerate(output))) for output in outputs]
+    return lambda number: {"sampling": configs[number]}
+
+
+def make_cases(
+    outputs: Sequence[Sequence[int]],
+    drafters: Mapping[str, tuple[Callable[[], Any], int]] = DRAFTERS,
+    form: str = "none",
+) -> dict[str, Case]:
+    """Returns plain decoding and the drafters that copy, with known outputs."""
+    each = force_outputs(outputs)
+    cases = {"plain": Case(form, None, {}, each)}
+    return cases | {
+        name: Case(form, make, {"gamma": gamma}, each) for name, (make, gamma) in drafters.items()
+    }
+
+
+def change_words(words: Sequence[Any], percent: int, seed: int) -> list[Any]:
+    """Returns the words with a share of them, at random places, replaced by others of them.
+
+    At least one is replaced.
+    """
+    draw, changed = random.Random(seed), list(words)
+    for place in draw.sample(range(len(words)), max(1, round(len(words) * percent / 100))):
+        changed[place] = draw.choice([word for word in words if word != words[place]])
+    return changed
+
+
+def measure_edits(settings: Settings) -> Rows:
+    """Measures sentences of which some words are changed, as in corrections."""
+    path = find_text(settings, "wikitext2")
+    if path is None:
+        raise Skipped("needs wikitext2/test in --data")
+    count = settings.choose(40, 6)
+    sentences = [one.split() for one, _ in read_pairs(path, 50 * count, 40)]
+    sentences = [one for one in sentences if len(one) == 40][:count]
+    target = load_target("none")
+    assert target.vocabulary is not None
+    rows: dict[str, Row] = {}
+    for percent in CHANGED:
+        changed = [change_words(one, percent, seed) for seed, one in enumerate(sentences)]
+        outputs = [target.vocabulary.encode_output(" ".join(one)) for one in changed]
+        texts = [" ".join(one) for one in sentences]
+        longest = max(map(len, outputs))
+        found = time_cases(make_cases(outputs), texts, settings.choose(3, 2), new_tokens=longest)
+        rows |= {f"{percent} % changed, {name}": row for name, row in found.items()}
+    return {"wikitext2": rows}
+
+
+def measure_summaries(settings: Settings) -> Rows:
+    """Measures summaries that people wrote, with their whole sources as inputs."""
+    vocabulary = load_target("none").vocabulary
+    assert vocabulary is not None
+    count = settings.choose(60, 8)
+    drafters = {name: one for name, one in DRAFTERS.items() if one[1] <= 8}
+    drafters["`lookup`, γ = 2"] = (PromptLookupDrafter, 2)
+    rows: Rows = {}
+    for name in ("dialogsum", "scitldr"):
+        pairs = require_pairs(settings, name, 2 * count, words=400)
+        both = [
+            (vocabulary.encode_input(source), vocabulary.encode_output(reference))
+            for source, reference in pairs
+        ]
+        both = [(ids, output) for ids, output in both if len(ids) <= 500 and len(output) <= 96]
+        sources, outputs = zip(*both[:count])
+        cases = make_cases(outputs, drafters)
+        rows[name] = time_cases(cases, sources, settings.choose(3, 2), new_tokens=96)
+    return rows

@@ -1,0 +1,136 @@
+"""Stages that run other programs: T5X beside ours, and the TPU's compiler."""
+
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from tools.results.stage import Row, Rows, Settings, Skipped
+
+SCRIPTS = pathlib.Path(__file__).resolve().parents[2]
+
+
+def measure_t5x(settings: Settings) -> Rows:
+    """Measures T5X's own decoding in turn with ours, on the same weights."""
+    if importlib.util.find_spec("t5x") is None:
+        raise Skipped("T5X is not installed")
+    with tempfile.TemporaryDirectory() as folder:
+        output = pathlib.Path(folder) / "record.json"
+        command = [sys.executable, "-m", "specdec_jax", "benchmark", "--against=t5x"]
+        command += ["--target=ende/target", "--drafter=ende/drafter", "--quantize=none"]
+        command += [f"--repeats={settings.choose(5, 2)}", "--gamma=4,6", f"--output={output}"]
+        command += ["--input_file=ende/sentences.txt"]
+        subprocess.run(command, check=True)
+        record = json.loads(output.read_text(encoding="utf-8"))
+    found = record["against"]
+    rows = {"T5X": {"improvement": {"median": 1.0, "least": 1.0, "most": 1.0}}}
+    for name, gain in found["improvement"].items():
+        rows[name] = {"improvement": gain}
+    return {"sentences": rows}
+
+
+def compile_for_tpu(*more: str) -> dict[str, Any]:
+    """Returns the record of `tpu_aot.py` for T5-XXL, whose floor is of an iteration."""
+    command = [sys.executable, str(SCRIPTS / "tpu_aot.py"), "--target=t5_1_1/xxl", *more]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if "{" not in ended.stdout:
+        raise RuntimeError(ended.stderr[-500:])
+    return json.loads(ended.stdout[ended.stdout.index("{") :])
+
+
+def estimate(*more: str) -> Row:
+    """Returns memory and the compiler's estimate of an iteration."""
+    record = compile_for_tpu("--iteration", *more)
+    if "failed" in record:
+        return {"failed": "does not fit" * ("RESOURCE_EXHAUSTED" in record["failed"])}
+    names = ("needed_gb", "memory_gb", "fits", "iteration_ms", "floor_ms", "collectives")
+    return {one: record.get(one) for one in names}
+
+
+SMALL = ("--drafter=t5_1_1/small", "--gamma=7")
+LONG = "--max_new_tokens=2048"
+INT8 = "--quantize=int8"
+CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+FEW: dict[str, dict[str, Sequence[str]]] = {
+    "estimates": {"v4, one row": SMALL, "v4, one row, int8": (*SMALL, INT8)}
+}
+ALL: dict[str, dict[str, Sequence[str]]] = {
+    "estimates": FEW["estimates"]
+    | {
+        "each chip of a v4-8, one row": (*SMALL, "--mesh=1x4"),
+        "v4, one row, T5-base drafts": ("--drafter=t5_1_1/base", "--gamma=7"),
+        "v4, one row, T5-large drafts": ("--drafter=t5_1_1/large", "--gamma=7"),
+    },
+    "rows": {
+        f"{rows} rows, {new:,} new tokens{', int8' * eight}": (
+            *SMALL,
+            f"--batch_size={rows}",
+            f"--max_new_tokens={new}",
+            *([INT8] * eight),
+        )
+        for eight in (False, True)
+        for rows, new in ((1, 128), (8, 128), (32, 128), (1, 2048), (8, 2048))
+        if not (eight and new == 2048)
+    },
+    "chips": {
+        f"{chip}{', int8' * eight}": (*SMALL, f"--chip={chip}", *([INT8] * eight))
+        for chip in CHIPS
+        for eight in (False, True)
+    },
+    "trees": {
+        "chain, γ = 3": (SMALL[0], "--gamma=3"),
+        "chain, γ = 8": (SMALL[0], "--gamma=8"),
+        "tree of widths 4, 3, 2, 1, 65 nodes": (SMALL[0], "--tree=widths:4,3,2,1"),
+        "four beams, plain": ("--num_beams=4", "--gamma=0"),
+        "four beams, γ = 3": (SMALL[0], "--num_beams=4", "--gamma=3"),
+    },
+}
+
+
+def measure_tpu(settings: Settings) -> Rows:
+    """Compiles T5-XXL with drafters for TPUs; seconds are the compiler's estimates."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise Skipped("libtpu is not installed")
+    cases = FEW if settings.quick else ALL
+    rows = {
+        name: {label: estimate(*more) for label, more in part.items()}
+        for name, part in cases.items()
+    }
+    if not settings.quick:
+        rows["paper"] = estimate_paper()
+    return rows
+
+
+def estimate_paper() -> dict[str, Row]:
+    """Returns c, v and the improvement by the compiler's estimates, for rows of table 2."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = pathlib.Path(folder) / "times.json"
+        command = [sys.executable, str(SCRIPTS / "tpu_aot.py"), "--times", f"--output={output}"]
+        subprocess.run(command, check=True, capture_output=True)
+        times = json.loads(output.read_text(encoding="utf-8"))["times"]
+    found: dict[str, Row] = {}
+    for row in times["rows"]:
+        name = f"{row['task']}, T = {row['temperature']:g}, γ = {row['gamma']}, {row['drafter']}"
+        found[name] = row["as compiled"] | {"measured_paper": row["measured_paper"]}
+    return found
+
+
+def format_tpu(row: Row) -> str:
+    """Returns memory and the estimate of an iteration, or c, v and the improvement."""
+    if "failed" in row:
+        return row["failed"] or "not compiled"
+    if "c" in row:
+        text = f"c {row['c']:.3f}, v {row['v']:.2f}, {row['improvement']:.2f} times plain decoding"
+        return f"{text}; the paper measured {row['measured_paper']:.1f}"
+    fits = "fits" if row["fits"] else "does not fit"
+    text = f"{row['needed_gb']:.1f} of {row['memory_gb']:g} GB, {fits}"
+    if row["iteration_ms"] is not None:
+        text += f"; {row['iteration_ms']:.1f} ms an iteration"
+    text += f", its bytes {row['floor_ms']:.1f}"
+    if row.get("collectives"):
+        text += f"; {sum(row['collectives'].values())} collectives"
+    return text

@@ -1,0 +1,78 @@
+"""The stage of those who have one model: everything that speeds it up without a second one."""
+
+import functools
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from specdec_jax.checkpoints import loader
+from specdec_jax.decoding.continuous_batching import decode_all
+from specdec_jax.decoding.inputs import encode
+from specdec_jax.drafters.early_exit import EarlyExitDrafter
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_jax.drafters.self_drafting import SelfDrafter
+from tools.results.cases import NEW_TOKENS, Case, drafts, load_target, time_cases
+from tools.results.pair import count_table
+from tools.results.stage import Rows, Settings
+from tools.results.texts import read_texts, require_pairs
+
+SHAPE = "128,4,32,0,2,512"  # that of the bundled drafter
+
+
+def measure_only(settings: Settings) -> Rows:
+    """Measures what makes the bundled target faster without the bundled drafter."""
+    target = load_target("none")
+    prompts = [
+        source
+        for source, _ in require_pairs(settings, "ende", settings.choose(20_000, 2_000), "train")
+    ]
+    cases = {
+        "plain": Case("none"),
+        "int8 for the target, which changes the distribution": Case("int8"),
+        "`w8a8` for the target, which changes it more": Case("w8a8"),
+    }
+    for gamma in (1, 3, 5):
+        cases[f"`self:int8`, γ = {gamma}"] = drafts(gamma, drafter=lambda: SelfDrafter(target))
+    for gamma in (2, 4):
+        cases[f"`lookup`, γ = {gamma}"] = drafts(gamma, drafter=PromptLookupDrafter)
+    table = count_table(decode(prompts[: settings.choose(20_000, 2_000)]), 2)
+    for gamma in (1, 2):
+        name = f"bigrams of the target's outputs for {len(prompts):,} sentences, γ = {gamma}"
+        cases[name] = drafts(gamma, drafter=lambda: table)
+    for layers in (1, 2, 3):
+        exits = functools.partial(EarlyExitDrafter, target, layers)
+        cases[f"`exit:{layers}`, of four layers, γ = 2"] = drafts(2, drafter=exits)
+    steps = settings.choose(3_000, 150)
+    with tempfile.TemporaryDirectory() as folder:
+        drafter = distil(prompts, steps, pathlib.Path(folder))
+    for gamma in (2, 4):
+        name = f"`--drafter_shape={SHAPE}`, {steps:,} steps of training here, γ = {gamma}"
+        cases[name] = drafts(gamma, drafter=lambda: drafter)
+    texts = read_texts(settings, ("ende", "wiki_pe"), settings.choose(60, 8))
+    passes = settings.choose(3, 2)
+    return {name: time_cases(cases, text, passes) for name, text in texts.items()}
+
+
+def decode(prompts: Sequence[str]) -> list[list[int]]:
+    """Returns the target's outputs, decoded in int8, which is faster."""
+    model = load_target("int8")
+    how: dict[str, Any] = dict(batch_size=64, seed=0, max_new_tokens=NEW_TOKENS, gamma=0)
+    outputs = decode_all(model, encode(model, prompts, 512), generation_config=None, **how)
+    return [output.tokens for output in outputs]
+
+
+def distil(prompts: Sequence[str], steps: int, folder: pathlib.Path) -> ModelDrafter:
+    """Returns a new drafter that learned the target's outputs for these sources."""
+    names = {"source": prompts[200:], "validation": prompts[:200]}
+    for name, lines in names.items():
+        (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    command = [sys.executable, "-m", "specdec_jax", "distill", "--target=ende/target"]
+    command += [f"--{name}_files={folder / name}" for name in names]
+    command += [f"--drafter_shape={SHAPE}", f"--steps={steps}", "--batch_tokens=2048"]
+    subprocess.run([*command, f"--output_dir={folder / 'run'}"], check=True)
+    model = loader.load(folder / "run" / "model", "float32", say=lambda line: None)
+    return ModelDrafter(model)

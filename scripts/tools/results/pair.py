@@ -1,0 +1,209 @@
+"""Stages that decode with the bundled pair, one sentence at a time."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from specdec_jax.analysis import timing, variants
+from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
+from specdec_jax.drafters.early_exit import EarlyExitDrafter
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.drafters.named import WITHOUT_FILES
+from specdec_jax.drafters.ngram import NGramDrafter
+from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_jax.drafters.self_drafting import SelfDrafter
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative.policies import Confidence, CostAware, EntropyBound, Heuristic
+from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.trees import DynamicTree, Tree
+from tools.results.cases import (
+    NEW_TOKENS,
+    Case,
+    drafts,
+    forget_programs,
+    load_drafter,
+    load_target,
+    make_bundled,
+    time_cases,
+)
+from tools.results.stage import Row, Rows, Settings, Skipped
+from tools.results.texts import read_texts, require_pairs
+
+TEXTS = ("ende", "wiki_pe", "wikitext2", "scitldr", "dialogsum")
+
+
+def measure_pair(settings: Settings) -> Rows:
+    """Measures the bundled pair, in float32 and as it is stored."""
+    cases = {
+        "plain, float32": Case("none"),
+        "speculative, float32, γ = 4": drafts(4),
+        "speculative, float32, γ = 6": drafts(6),
+        'speculative, float32, `gamma="auto"`': drafts("auto"),
+        "plain, int8": Case("int8"),
+        "speculative, int8, γ = 4": drafts(4, "int8"),
+        'speculative, int8, `gamma="auto"`': drafts("auto", "int8"),
+    }
+    texts = read_texts(settings, ("ende", "wiki_pe"), settings.choose(200, 25))
+    passes = settings.choose(3, 2)
+    return {name: time_cases(cases, text, passes) for name, text in texts.items()}
+
+
+def measure_texts(settings: Settings) -> Rows:
+    """Measures γ = "auto" beside fixed γ on several texts."""
+    rows: Rows = {}
+    for form, label in (("none", "float32"), ("int8", "int8")):
+        forget_programs()
+        cases = {"plain": Case(form)} | {f"γ = {gamma}": drafts(gamma, form) for gamma in (2, 4, 6)}
+        cases |= {'`gamma="auto"`': drafts("auto", form)}
+        texts = read_texts(settings, TEXTS, settings.choose(60, 8))
+        for name, text in texts.items():
+            rows[f"{name} {label}"] = time_cases(cases, text, settings.choose(3, 2))
+    return rows
+
+
+def count_table(outputs: Sequence[list[int]], order: int) -> NGramDrafter:
+    """Returns the drafter of a table of n-grams that is counted from outputs."""
+    target = load_target("none")
+    size = target.config.vocab_size
+    return NGramDrafter.count(list(outputs), size, order, vocabulary=target.vocabulary)
+
+
+def read_references(settings: Settings, count: int) -> list[list[int]]:
+    """Returns the references of `ende/train` as ids; raises Skipped without them."""
+    vocabulary = load_target("none").vocabulary
+    assert vocabulary is not None
+    pairs = require_pairs(settings, "ende", count, "train")
+    return [vocabulary.encode_output(reference) for _, reference in pairs]
+
+
+def list_drafters(settings: Settings, target: LanguageModel) -> dict[str, tuple[Callable, Any]]:
+    """Returns what makes each drafter, and its γ."""
+    found: dict[str, tuple[Callable[[], Any], Any]] = {
+        "bundled drafter, γ = 4": (make_bundled, 4),
+        "the same in int8": (lambda: ModelDrafter(load_drafter("none"), int8=True), 4),
+        "bundled drafter, `Heuristic`": (make_bundled, Heuristic(8)),
+        "bundled drafter, `Confidence`": (make_bundled, Confidence(8)),
+        "bundled drafter, `EntropyBound`": (make_bundled, EntropyBound(8)),
+        "bundled drafter, `CostAware`": (make_bundled, CostAware(8)),
+        "`lookup`, γ = 2": (PromptLookupDrafter, 2),
+        "`exit:3`, of four layers, γ = 2": (lambda: EarlyExitDrafter(target, 3), 2),
+        "`self:int8`, γ = 4": (lambda: SelfDrafter(target), 4),
+        "`random`, γ = 1": (lambda: WITHOUT_FILES["random"].make(target), 1),
+    }
+    try:
+        references = read_references(settings, settings.choose(50_000, 10_000))
+    except Skipped:
+        return found
+    bigrams, unigrams = count_table(references, 2), count_table(references, 1)
+    return found | {
+        "bigrams, γ = 1": (lambda: bigrams, 1),
+        "unigrams, γ = 1": (lambda: unigrams, 1),
+    }
+
+
+def measure_drafters(settings: Settings) -> Rows:
+    """Measures every kind of drafter at temperatures 0 and 1."""
+    drafters = list_drafters(settings, load_target("none"))
+    rows: Rows = {}
+    for temperature in (0, 1):
+        sampling = SamplingConfig(temperature=float(temperature))
+        more: dict[str, Any] = {"sampling": sampling, "verifier": "token"}
+        cases = {"plain": Case("none", None, more)}
+        cases |= {
+            name: Case("none", make, {"gamma": gamma, **more})
+            for name, (make, gamma) in drafters.items()
+        }
+        rows |= time_at(cases, settings, temperature)
+    return rows
+
+
+def time_at(cases: Mapping[str, Case], settings: Settings, temperature: int) -> Rows:
+    """Returns the rows of the pair's two texts at one temperature."""
+    forget_programs()
+    texts = read_texts(settings, ("ende", "wiki_pe"), settings.choose(60, 8))
+    passes = settings.choose(3, 2)
+    return {
+        f"{name} T={temperature}": time_cases(cases, text, passes) for name, text in texts.items()
+    }
+
+
+def measure_cascades(settings: Settings) -> Rows:
+    """Measures cascades beside their parts, on translations and on long inputs."""
+
+    def follow() -> HorizontalCascade:
+        return HorizontalCascade(PromptLookupDrafter(), make_bundled(), 2)
+
+    def lead() -> HorizontalCascade:
+        return HorizontalCascade(make_bundled(), PromptLookupDrafter(), 4)
+
+    def inside() -> VerticalCascade:
+        return VerticalCascade(make_bundled(), PromptLookupDrafter(), 2)
+
+    cases = {
+        "plain": Case("none"),
+        "bundled drafter, γ = 6": drafts(6),
+        "`lookup`, γ = 6": drafts(6, drafter=PromptLookupDrafter),
+        "two tokens of `lookup`, then the bundled drafter, γ = 6": drafts(6, drafter=follow),
+        "four tokens of the bundled drafter, then `lookup`, γ = 6": drafts(6, drafter=lead),
+        "the bundled drafter, itself drafted for by `lookup`, γ = 6": drafts(6, drafter=inside),
+    }
+    texts = read_texts(settings, ("ende", "wiki_pe", "scitldr"), settings.choose(40, 6))
+    passes = settings.choose(3, 2)
+    return {name: time_cases(cases, text, passes) for name, text in texts.items()}
+
+
+def measure_trees(settings: Settings) -> Rows:
+    """Measures trees beside chains, at temperatures 0 and 1."""
+    shapes: dict[str, dict[str, Any]] = {
+        "tree of widths 2, 1, 1, 1": dict(tree=Tree.uniform((2, 1, 1, 1))),
+        "tree of widths 3, 2, 1": dict(tree=Tree.uniform((3, 2, 1))),
+        "dynamic tree of 16 nodes": dict(tree=DynamicTree(4, 4, 16)),
+    }
+    rows: Rows = {}
+    for temperature in (0, 1):
+        more: dict[str, Any] = {"sampling": SamplingConfig(temperature=float(temperature))}
+        cases = {"plain": Case("none", None, more), "chain, γ = 4": drafts(4, **more)}
+        cases |= {"chain, γ = 6": drafts(6, **more)}
+        cases |= {name: Case("none", make_bundled, more | tree) for name, tree in shapes.items()}
+        rows |= time_at(cases, settings, temperature)
+    return rows
+
+
+def measure_beams(settings: Settings) -> Rows:
+    """Measures speculative beam search beside plain beam search and greedy decoding."""
+    beams = {"num_beams": 4}
+    cases = {"four beams, plain": Case("none", None, beams)}
+    for gamma in (1, 2, 3):
+        options = {"gamma": gamma, "beam_width": 8, **beams}
+        cases[f"four beams, γ = {gamma}, 8 nodes a level"] = Case("none", make_bundled, options)
+    cases["greedy, plain"] = Case("none")
+    texts = read_texts(settings, ("ende", "wiki_pe"), settings.choose(60, 10))
+    passes = settings.choose(3, 2)
+    return {name: time_cases(cases, text, passes) for name, text in texts.items()}
+
+
+def measure_steps(settings: Settings) -> Rows:
+    """Measures v, a call over several positions, and c, a drafted token, in plain iterations."""
+    rows: dict[str, Row] = {}
+    for form, label in (("none", "float32"), ("int8", "int8")):
+        rows |= time_iterations(label, load_target(form), make_bundled(), (1, 3, 4, 7), settings)
+    return {"steps": rows}
+
+
+def time_iterations(
+    label: str, target: LanguageModel, drafter: Any, gammas: Sequence[int], settings: Settings
+) -> dict[str, Row]:
+    """Returns milliseconds of iterations, and their ratio to one of plain decoding."""
+    how = dict(max_new_tokens=NEW_TOKENS)
+    plain = f"{label}, plain"
+    state = timing.iteration_state(target, None, 1, 16, 0, **how)
+    steps: dict[str, Any] = {plain: timing.iteration_variant(*state)}
+    for gamma in gammas:
+        state = timing.iteration_state(target, drafter, 1, 16, gamma, **how)
+        steps[f"{label}, call over {gamma + 1} positions"] = timing.call_variant(*state)
+        steps[f"{label}, iteration with γ = {gamma}"] = timing.iteration_variant(*state)
+    variants.warm_up({}, steps, [])
+    seconds = variants.time_steps(steps, settings.choose(9, 5))
+    return {
+        name: {"ms": 1e3 * spread.median, "over_plain": spread.median / seconds[plain].median}
+        for name, spread in seconds.items()
+    }

@@ -1,0 +1,85 @@
+"""Other libraries that decode the bundled target, where they are installed."""
+
+import functools
+import importlib.util
+import json
+import pathlib
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from specdec_jax.checkpoints import converter
+from tools.results.cases import NEW_TOKENS, load_target
+
+
+def is_installed(*names: str) -> bool:
+    """Returns whether all these libraries are installed."""
+    return all(importlib.util.find_spec(name) for name in names)
+
+
+@functools.cache
+def write_huggingface() -> pathlib.Path:
+    """Returns a folder with the bundled target in float32 in Hugging Face's format."""
+    folder = pathlib.Path(tempfile.mkdtemp()) / "hf"
+    converter.save(load_target("none"), folder, format="huggingface")
+    return folder
+
+
+def make_ctranslate2(ids: list[list[int]]) -> dict[str, Callable[[], list]]:
+    """Returns calls of CTranslate2, with two translators of one thread; {} without it."""
+    if not is_installed("ctranslate2", "transformers", "torch"):
+        return {}
+    import ctranslate2
+    from ctranslate2.converters import TransformersConverter
+
+    folder = write_huggingface()
+    converted = folder.with_name("ct2")
+    TransformersConverter(str(folder)).convert(str(converted))
+    names = json.loads((converted / "shared_vocabulary.json").read_text(encoding="utf-8"))
+    numbers = {name: number for number, name in enumerate(names)}
+    tokens = [[names[i] for i in row] for row in ids]
+    calls: dict[str, Callable[[], list]] = {}
+    for kind in ("float32", "int8"):
+        translator = ctranslate2.Translator(
+            str(converted), compute_type=kind, inter_threads=2, intra_threads=1
+        )
+
+        def translate(translator: Any = translator) -> list[list[int]]:
+            results = translator.translate_batch(
+                tokens,
+                beam_size=1,
+                max_batch_size=64,
+                max_decoding_length=NEW_TOKENS,
+                return_end_token=True,
+            )
+            return [[numbers[name] for name in result.hypotheses[0]] for result in results]
+
+        calls[f"CTranslate2 {ctranslate2.__version__}, {kind}, two threads"] = translate
+    return calls
+
+
+def make_transformers(ids: list[list[int]]) -> dict[str, Callable[[], list]]:
+    """Returns a call of transformers in float32, in batches of like length; {} without it."""
+    if not is_installed("transformers", "torch"):
+        return {}
+    import torch
+    import transformers
+
+    model = transformers.T5ForConditionalGeneration.from_pretrained(write_huggingface()).eval()
+    order = sorted(range(len(ids)), key=lambda number: len(ids[number]))
+
+    def decode() -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in ids]
+        for begin in range(0, len(order), 64):
+            chosen = order[begin : begin + 64]
+            longest = max(len(ids[number]) for number in chosen)
+            rows = [ids[number] + [0] * (longest - len(ids[number])) for number in chosen]
+            given = torch.tensor(rows)
+            how = dict(do_sample=False, num_beams=1, max_new_tokens=NEW_TOKENS)
+            with torch.inference_mode():
+                made = model.generate(given, attention_mask=(given != 0).long(), **how)
+            for number, row in zip(chosen, made[:, 1:].tolist(), strict=True):
+                found[number] = row[: row.index(1) + 1] if 1 in row else row
+        return found
+
+    return {f"transformers {transformers.__version__}, float32, batches of 64": decode}

@@ -1,0 +1,89 @@
+"""Stages about published shapes with random weights: only their times mean anything.
+
+Drafted tokens are accepted at random, with the acceptance rates that the paper measured for such
+pairs, and encoders have one layer.
+"""
+
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.drafters.self_drafting import SelfDrafter
+from specdec_jax.models.language_model import LanguageModel
+from tools.results.cases import Case, drafts, forget_programs, make_random, time_cases
+from tools.results.copying import DRAFTERS, change_words, make_cases
+from tools.results.pair import time_iterations
+from tools.results.stage import Row, Rows, Settings
+
+INPUT_IDS = 64
+
+
+def draw_inputs(model: LanguageModel, count: int) -> list[list[int]]:
+    """Returns inputs of random ids."""
+    random = np.random.default_rng(0)
+    return random.integers(3, model.config.vocab_size, (count, INPUT_IDS)).tolist()
+
+
+def accept_at_random(
+    preset: str, drafter: ModelDrafter | SelfDrafter, gamma: int, alpha: float
+) -> Case:
+    """Returns a case in which drafted tokens are accepted at random."""
+    options = dict(verifier="synthetic", synthetic_alpha=alpha)
+    return drafts(gamma, preset, lambda: drafter, **options)
+
+
+def measure_gpt(settings: Settings) -> Rows:
+    """Measures the paper's decoder-only pair: steps, decodes, and copies of the prompt."""
+    target, drafter = make_random("gpt/97m"), ModelDrafter(make_random("gpt/6m"))
+    cases = {"plain": Case("gpt/97m")} | {
+        f"γ = {gamma}, accepted with α = 0.88": accept_at_random("gpt/97m", drafter, gamma, 0.88)
+        for gamma in (3, 5)
+    }
+    prompts = draw_inputs(target, settings.choose(8, 2))
+    passes = settings.choose(3, 2)
+    found = time_cases(cases, prompts, passes, make_random)
+    outputs = [change_words(prompt, 8, seed) for seed, prompt in enumerate(prompts)]
+    lookup = {name: one for name, one in DRAFTERS.items() if "assisted" not in name}
+    copied = time_cases(make_cases(outputs, lookup, "gpt/97m"), prompts, passes, make_random)
+    found |= {f"the prompt again, 8 % changed: {name}": row for name, row in copied.items()}
+    return {"steps": time_iterations("float32", target, drafter, (3, 5), settings), "rows": found}
+
+
+def measure_paper(settings: Settings) -> Rows:
+    """Measures pairs of shapes as in the paper's table 2, smaller than its T5-XXL."""
+    rows: Rows = {"steps": {}, "rows": {}}
+    pairs: Mapping[str, dict[str, tuple[str, float]]] = {
+        "T5-large": {"T5-small": ("t5_1_1/small", 0.75), "T5-base": ("t5_1_1/base", 0.80)},
+    }
+    if settings.quick:
+        pairs = {"T5-large": {"T5-small": ("t5_1_1/small", 0.75)}}
+    for name, drafters in pairs.items():
+        preset = f"t5_1_1/{name.removeprefix('T5-')}"
+        target, cases = make_random(preset), {f"{name}, plain": Case(preset)}
+        for drafter, (shape, alpha) in drafters.items():
+            forget_programs()
+            model = ModelDrafter(make_random(shape))
+            label = f"{name} with {drafter}"
+            rows["steps"] |= time_iterations(label, target, model, (5, 7), settings)
+            for gamma in (5, 7):
+                text = f"{label}, γ = {gamma}, accepted with α = {alpha:.2f}"
+                cases[text] = accept_at_random(preset, model, gamma, alpha)
+        text = f"{name} with `self:int8`, γ = 5, accepted with α = 0.998"
+        cases[text] = accept_at_random(preset, SelfDrafter(target), 5, 0.998)
+        inputs = draw_inputs(target, settings.choose(4, 1))
+        decode = functools.partial(time_cases, passes=settings.choose(3, 2), new_tokens=32)
+        rows["rows"] |= decode(cases, inputs, load=make_random)
+    return rows
+
+
+def format_shape(row: Row) -> str:
+    """Returns the cell of a step or of whole decodes."""
+    if "ms" in row:
+        return f"{row['ms']:.1f} ms, {row['over_plain']:.2f} plain iterations"
+    gain = row["improvement"]
+    text = f"{gain['median']:.2f} ({gain['least']:.2f} to {gain['most']:.2f})"
+    return (
+        f"{text}, {row['tokens_per_call']:.2f} tokens a call, {row['ms_per_token']:.1f} ms a token"
+    )

@@ -1,0 +1,48 @@
+"""What falls short: figures of the records beside what is asked of them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tools.results.stage import Row
+
+
+def list_shortfalls(stages: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what falls short on one machine: each figure beside what is asked of it."""
+    found: dict[str, str] = {}
+
+    def add(name: str, values: list[float], asked: str, worst: Callable = min):
+        if values:
+            found[f"{name} (asked: {asked})"] = f"{worst(values):.2f}"
+
+    def rows(stage: str) -> list[dict[str, Row]]:
+        return list(stages.get(stage, {}).get("rows", {}).values())
+
+    def gain(row: Row) -> float:
+        return row["improvement"]["median"]
+
+    def best(table: Mapping[str, Row], begins: str) -> float:
+        return max(gain(row) for name, row in table.items() if name.startswith(begins))
+
+    pairs = rows("pair")
+    ratio = [gain(one["speculative, int8, γ = 4"]) / gain(one["plain, int8"]) for one in pairs]
+    add("speculative over plain in int8, one sentence at a time", ratio, "1.8")
+    auto = [gain(one['`gamma="auto"`']) / best(one, "γ") for one in rows("texts")]
+    add('`gamma="auto"` over the best fixed γ, on the worst text', auto, "0.96")
+    auto = [gain(one['`gamma="auto"`']) for one in rows("texts")]
+    add('`gamma="auto"` over plain decoding, on the worst text', auto, "0.98")
+    trees = [max(best(one, "tree"), best(one, "dynamic")) for one in rows("trees")]
+    chains = [best(one, "chain") for one in rows("trees")]
+    add("the best tree over the best chain", [a / b for a, b in zip(trees, chains)], "1.0")
+    beams = [best(one, "four beams, γ") for one in rows("beams")]
+    add("speculative over plain beam search", beams, "1.3")
+    for form in ("float32", "int8"):
+        calls = [one[f"{form}, call over 5 positions"]["over_plain"] for one in rows("steps")]
+        add(f"v of five positions, {form}", calls, "at most 1.15", max)
+        files = [
+            gain(ours) / gain(theirs)
+            for one in rows("file")
+            for theirs in (one[name] for name in one if f", {form}, two" in name)
+            for ours in (one[f"plain, {'float32' if form == 'float32' else '`w8a8`'}, batch 64"],)
+        ]
+        add(f"a whole file, plain, over CTranslate2 in {form}", files, "1.0")
+    return found

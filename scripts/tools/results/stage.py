@@ -1,0 +1,44 @@
+"""What a stage of `results.py` is, and the settings of a run."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+# A row of a table, and the rows of a stage by table and case.
+Row = dict[str, Any]
+Rows = dict[str, dict[str, Row]]
+
+
+class Skipped(Exception):
+    """Why a stage cannot be measured here."""
+
+
+class Settings(NamedTuple):
+    """What a run of the script asks for.
+
+    Attributes:
+      data: folder of the texts, or None.
+      quick: whether to take fewer sentences and passes.
+    """
+
+    data: str | None
+    quick: bool
+
+    def choose(self, full: int, quick: int) -> int:
+        """Returns a number of sentences or passes."""
+        return quick if self.quick else full
+
+
+class Stage(NamedTuple):
+    """A question and its answer.
+
+    Attributes:
+      title: what a row is.
+      minutes: on two cores, in full and quickly.
+      measure: returns the rows.
+      format: returns a row as the cell of a table.
+    """
+
+    title: str
+    minutes: tuple[float, float]
+    measure: Callable[[Settings], Rows]
+    format: Callable[[Row], str]

@@ -1,0 +1,52 @@
+"""Reads the texts that `results.py` decodes."""
+
+import gzip
+import itertools
+import pathlib
+from collections.abc import Iterator, Sequence
+
+from specdec_jax.commands.sentences import read_built_in_sentences
+from tools.results.stage import Settings, Skipped
+
+
+def find_text(settings: Settings, name: str, split: str = "test") -> pathlib.Path | None:
+    """Returns the file of a text, None if it is not there."""
+    for end in (".tsv.gz", ".txt.gz"):
+        path = pathlib.Path(settings.data or "") / name / f"{split}{end}"
+        if settings.data and path.is_file():
+            return path
+    return None
+
+
+def read_texts(settings: Settings, names: Sequence[str], count: int) -> dict[str, list[str]]:
+    """Returns the first `count` sources of each text that is there, else the package's."""
+    found = {
+        name: [source for source, _ in read_pairs(path, count)]
+        for name in names
+        if (path := find_text(settings, name))
+    }
+    return found or {"sentences": read_built_in_sentences()[:count]}
+
+
+def require_pairs(
+    settings: Settings, name: str, count: int, split: str = "test", words: int = 60
+) -> list[tuple[str, str]]:
+    """Returns the first pairs of a text; raises Skipped without it."""
+    path = find_text(settings, name, split)
+    if path is None:
+        raise Skipped(f"needs {name}/{split} in --data")
+    return read_pairs(path, count, words)
+
+
+def read_pairs(path: pathlib.Path, count: int, words: int = 60) -> list[tuple[str, str]]:
+    """Returns the first sources of at least 3 words, cut after `words`, with their references."""
+    return list(itertools.islice(_iterate_pairs(path, words), count))
+
+
+def _iterate_pairs(path: pathlib.Path, words: int) -> Iterator[tuple[str, str]]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        for line in file:
+            source, _, reference = line.strip().partition("\t")
+            source = " ".join(source.split()[:words])
+            if len(source.split()) >= 3 and not source.startswith("="):
+                yield source, reference
