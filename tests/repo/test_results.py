@@ -1,6 +1,7 @@
 """The pages' tables are what the records of `scripts/results.py` render."""
 
 import json
+import re
 import sys
 
 import pages
@@ -95,3 +96,48 @@ def test_a_run_resumes_and_a_failing_stage_stops_no_other(results, tmp_path, mon
     assert found["a"]["rows"] == {"text": {}} and found["c"]["skipped"] == "no data"
     assert found["b"]["failed"] == "RuntimeError: no" and "--quick" in found["a"]["command"]
     assert "2 stages" in capsys.readouterr().out and "tools" in str(sys.modules["tools"])
+
+
+MARKED = re.compile(r"<!-- results: .*?<!-- end -->", re.DOTALL)
+TABLE = re.compile(r"(?:^\|.*\n?)+", re.MULTILINE)
+# A cell that is a figure: a number with decimals, or with a unit of speed or memory.
+FIGURE = re.compile(r"[~<>±]?\s*\d[\d,]*(?:\.\d+|(?:\.\d+)? (?:GB|%|times)\b).*|.*\d (?:ms|µs)\b.*")
+# Speed, acceptance and quality in a sentence.
+SPOKEN = re.compile(
+    r"\d (?:ms|µs)\b|\d\.\d+ times (?:as|the|faster)|BLEU (?:is|was|of) \d|α (?:is|was|of) 0\.\d"
+)
+# The model card tells how the bundled weights were trained, once.
+HISTORY = ("| step |",)
+
+
+def find_typed_figures(text: str) -> list[str]:
+    """Returns rows of tables with figures, and sentences of them, that no record renders.
+
+    What other people measured may stand there, in a table whose header says "paper".
+    """
+    text = MARKED.sub("", pages.prose(text))
+    found = []
+    for table in TABLE.findall(text):
+        head, *rows = table.splitlines()
+        if "paper" in head or head.startswith(HISTORY):
+            continue
+        for row in rows:
+            found += [row] * any(FIGURE.fullmatch(cell.strip()) for cell in row.split("|"))
+    return found + SPOKEN.findall(TABLE.sub("", text))
+
+
+@pytest.mark.parametrize("page", pages.pages(), ids=pages.name_of)
+def test_no_figure_is_typed(page):
+    """Speed, acceptance and quality are rendered from records, or stand on no page."""
+    assert not find_typed_figures(page.read_text(encoding="utf-8"))
+
+
+def test_typed_figures_are_found():
+    table = "| γ | ms a token |\n|---|---|\n| 4 | 1.9 |\n"
+    assert find_typed_figures(table) == ["| 4 | 1.9 |"]
+    assert find_typed_figures("It takes 12 ms,\nor 2.5 times as long.") == ["2 ms", "2.5 times as"]
+    rendered = f"<!-- results: pair ende -->\n{table}<!-- end -->\n"
+    assert find_typed_figures(table.replace("| 1.9 |", "| fits; takes 9.9 ms |"))
+    for fine in (rendered, f"```\n{table}```\n", table.replace("token", "token in the paper")):
+        assert not find_typed_figures(fine)
+    assert not find_typed_figures("| name | what |\n|---|---|\n| `x` | T5 1.1, by default 0.6 |\n")

@@ -23,6 +23,7 @@ def require_checkout() -> None:
 
 def pages() -> list[pathlib.Path]:
     found = [README, *sorted(PACKAGE.glob("*/README.md")), PACKAGE / "bundled/ende/README.md"]
+    found += [PACKAGE / "analysis/RESULTS.md"]
     found += [ROOT / "scripts/README.md", ROOT / ".github/CONTRIBUTING.md"]
     return [path for path in found if path.is_file()]
 

@@ -59,8 +59,8 @@ FEW: dict[str, dict[str, Sequence[str]]] = {
     "estimates": {"v4, one row": SMALL, "v4, one row, int8": (*SMALL, INT8)}
 }
 ALL: dict[str, dict[str, Sequence[str]]] = {
-    "estimates": FEW["estimates"]
-    | {
+    "estimates": FEW["estimates"],
+    "pairs": {
         "each chip of a v4-8, one row": (*SMALL, "--mesh=1x4"),
         "v4, one row, T5-base drafts": ("--drafter=t5_1_1/base", "--gamma=7"),
         "v4, one row, T5-large drafts": ("--drafter=t5_1_1/large", "--gamma=7"),
