@@ -1,6 +1,6 @@
 """Measures how far int8 weights move a model's distributions, and a drafter's acceptance."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +11,13 @@ from jaxtyping import Array, Float
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.drafters.drafting import match_width
+from specdec_jax.files.progress import track
 from specdec_jax.models import weight_layouts
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import is_decoder_only
+from tools.quality import quality
+
+_WIDTHS = 8  # padded lengths are multiples of it
 
 
 @isolated
@@ -76,7 +80,6 @@ class Divergence:
     def add(self, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> None:
         """Scores rows of inputs and of the outputs that follow, by all models."""
         full, _ = self._models
-        longest = max(map(len, outputs))
         lengths = np.array([len(row) for row in outputs])
         before = [full.start_token] * len(outputs)
         if is_decoder_only(full):  # the last id of a prompt is fed like the outputs
@@ -91,7 +94,7 @@ class Divergence:
                 encoder = model if drafter.config.encoder_dim is not None else None
                 logits = drafter.logits(given, fed, sizes, encoder)
                 draft.append(match_width(logits, target[0].shape[-1]))
-        inside = np.arange(longest) < lengths[:, None]
+        inside = np.arange(fed.shape[1]) < lengths[:, None]
         for name, values in _compare(*target, draft).items():
             self._found.setdefault(name, []).append(np.asarray(values)[inside])
 
@@ -124,9 +127,49 @@ class Divergence:
         return record
 
 
+def compare_outputs(
+    models: tuple[LanguageModel, LanguageModel],
+    drafter: LanguageModel | None,
+    inputs: Sequence[Sequence[int]],
+    references: Sequence[str] | None,
+    decode: Callable[[LanguageModel, str], list],
+    batch_size: int,
+) -> dict[str, Any]:
+    """Returns the divergence of a rounded model, the outputs that differ, and both qualities.
+
+    Args:
+      models: the full model and its rounded form.
+      drafter: as for `Divergence`.
+      inputs: the inputs as ids.
+      references: one for each input, for BLEU and chrF; None: neither.
+      decode: returns the outputs of a model; the text says what is decoded.
+      batch_size: rows that are scored together.
+
+    Raises:
+      ValueError: all outputs are empty.
+    """
+    full, other = models
+    outputs = decode(full, "decoding in full precision")
+    kept = [(row, one.tokens) for row, one in zip(inputs, outputs, strict=True) if one.tokens]
+    if not kept:
+        raise ValueError("got only empty outputs, expected inputs that the model answers")
+    divergence = Divergence(full, other, drafter)
+    parts = [kept[start : start + batch_size] for start in range(0, len(kept), batch_size)]
+    for part in track(parts, len(parts), "scoring"):
+        divergence.add(*zip(*part))
+    again = decode(other, "decoding with rounded weights")
+    pairs = zip(outputs, again, strict=True)
+    return divergence.record() | {
+        "inputs": len(inputs),
+        "outputs_that_differ": sum(one.tokens != two.tokens for one, two in pairs),
+        "full": {} if references is None else quality(outputs, references),
+        "rounded": {} if references is None else quality(again, references),
+    }
+
+
 def _pad(rows: Sequence[Sequence[int]]) -> np.ndarray:
-    """Returns the rows as an array, with zeros after the ends of shorter ones."""
-    longest = max(map(len, rows))
+    """Returns the rows as an array, with zeros after their ends, of few widths: each compiles."""
+    longest = -(-max(map(len, rows)) // _WIDTHS) * _WIDTHS
     return np.array([[*row, *[0] * (longest - len(row))] for row in rows], np.int32)
 
 

@@ -19,7 +19,7 @@ QUANTITIES = {
     ),
     "error of the logits": "{logits_error:.1%}",
     "tokens whose argmax changes": "{argmax_changes:.2%}",
-    "outputs that differ": "{differing} of {inputs:,}",
+    "outputs that differ": "{outputs_that_differ} of {inputs:,}",
     "BLEU and chrF in float32": "{full[bleu]:.2f}, {full[chrf]:.1f}",
     "BLEU and chrF, rounded": "{rounded[bleu]:.2f}, {rounded[chrf]:.1f}",
     "α of the drafter at temperature 1, before and after": (
@@ -64,35 +64,24 @@ def measure_rounded(settings: Settings) -> Rows:
     """
     full, rows = rounding.moved(load_target("none")), {}
     for name in ("ende", "wiki_pe"):
-        sources, references = zip(*require_pairs(settings, name, settings.choose(2000, 200)))
-        outputs = decode_texts(full, sources)
-        before = quality(outputs, references)
+        count = settings.choose(2000, 100)
+        sources, references = zip(*require_pairs(settings, name, count))
         rows[name] = {}
         for form in ("int8", "w8a8"):
-            other = rounding.rounded(full, form)
-            found = compare(full, other, encode(full, sources, 512), outputs)
-            again = decode_texts(other, sources)
-            pairs = zip(outputs, again, strict=True)
-            found |= {"full": before, "rounded": quality(again, references)}
-            found |= {"inputs": len(sources)}
-            found |= {"differing": sum(one.tokens != two.tokens for one, two in pairs)}
+            found = rounding.compare_outputs(
+                (full, rounding.rounded(full, form)),
+                load_drafter(),
+                encode(full, sources, 512),
+                references,
+                lambda model, what: decode_texts(model, sources),
+                50,
+            )
             rows[name] |= {
                 f"`{form}`: {quantity}": {"quantity": quantity, "found": found}
                 for quantity in QUANTITIES
             }
     rows["shapes"] = measure_shapes(settings)
     return rows
-
-
-def compare(
-    full: LanguageModel, other: LanguageModel, inputs: Sequence[list[int]], outputs: Sequence[Any]
-) -> dict[str, Any]:
-    """Returns the distances of two models' distributions over the full one's outputs."""
-    divergence = rounding.Divergence(full, other, load_drafter())
-    kept = [(ids, one.tokens) for ids, one in zip(inputs, outputs, strict=True) if one.tokens]
-    for start in range(0, len(kept), 32):
-        divergence.add(*zip(*kept[start : start + 32]))
-    return divergence.record()
 
 
 def measure_shapes(settings: Settings) -> dict[str, Row]:
