@@ -61,9 +61,8 @@ def measure(settings: Settings, names: Sequence[str], again: bool) -> None:
     described = machine.describe_machine()
     name = re.sub(r"[^a-z0-9]+", "-", described["processor"].lower()).strip("-")
     path = RECORDS / f"{name}.json"
-    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"stages": {}}
-    record |= {"machine": described}
-    todo = [one for one in names if again or "rows" not in record["stages"].get(one, {})]
+    stages = read_record(path)["stages"]
+    todo = [one for one in names if again or not is_measured(stages.get(one, {}), settings.quick)]
     minutes = sum(STAGES[one].minutes[settings.quick] for one in todo)
     print(f"{len(todo)} stages, about {minutes:g} minutes on two cores: {', '.join(todo)}")
     for one in todo:
@@ -84,10 +83,21 @@ def measure(settings: Settings, names: Sequence[str], again: bool) -> None:
             "commit": find_commit(),
             "date": datetime.date.today().isoformat(),
         }
+        record = read_record(path) | {"machine": described}  # another process may have written
         record["stages"][one] = found
         RECORDS.mkdir(exist_ok=True)
         write_file(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
         print(f"{one}: {found.get('skipped') or found.get('failed') or 'measured'}", flush=True)
+
+
+def is_measured(part: Mapping[str, Any], quick: bool) -> bool:
+    """Returns whether a stage has rows; in full, rows of a full run."""
+    return "rows" in part and (quick or not was_quick(part))
+
+
+def was_quick(part: Mapping[str, Any]) -> bool:
+    """Returns whether few sentences and passes were measured."""
+    return "--quick" in part.get("command", "")
 
 
 def find_commit() -> str | None:
@@ -97,10 +107,14 @@ def find_commit() -> str | None:
     return ended.stdout.strip() or None
 
 
+def read_record(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the record of a machine, without stages if there is none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"stages": {}}
+
+
 def read_records() -> list[dict[str, Any]]:
     """Returns the records of all machines."""
-    paths = sorted(RECORDS.glob("*.json"))
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    return [read_record(path) for path in sorted(RECORDS.glob("*.json"))]
 
 
 def render_pages(records: Sequence[Mapping[str, Any]]) -> list[pathlib.Path]:
@@ -132,7 +146,8 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
     """
     if name == "shortfalls":
         columns = [list_shortfalls(record["stages"]) for record in records]
-        return _write_rows("what falls short", records, columns)
+        heads = [name_machine(record) for record in records]
+        return _write_rows("what falls short", heads, columns)
     stage, _, text = name.partition(" ")
     if stage not in STAGES:
         raise ValueError(
@@ -144,18 +159,24 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
         {case: show(row) for case, row in part.get("rows", {}).get(text, {}).items()}
         for part in parts
     ]
+    heads = [name_machine(record) for record in records]
+    heads = [head + " (`--quick`)" * was_quick(part) for head, part in zip(heads, parts)]
     why = {part.get("skipped") or part.get("failed") or "not measured yet" for part in parts}
-    return _write_rows(STAGES[stage].title, records, columns, "; ".join(sorted(why)))
+    return _write_rows(STAGES[stage].title, heads, columns, "; ".join(sorted(why)))
+
+
+def name_machine(record: Mapping[str, Any]) -> str:
+    """Returns the head of a machine's column."""
+    return f"{record['machine']['processor']}, {record['machine']['cores']} cores"
 
 
 def _write_rows(
     title: str,
-    records: Sequence[Mapping[str, Any]],
+    heads: Sequence[str],
     columns: Sequence[Mapping[str, str]],
     why: str = "not measured yet",
 ) -> str:
     """Returns a Markdown table; `why` takes the place of the rows if there are none."""
-    heads = [f"{one['machine']['processor']}, {one['machine']['cores']} cores" for one in records]
     lines = [f"| {' | '.join([title, *heads])} |", "|---" * (1 + len(heads)) + "|"]
     for case in dict.fromkeys(case for column in columns for case in column):
         lines.append(f"| {case} | {' | '.join(column.get(case, '-') for column in columns)} |")

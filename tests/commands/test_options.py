@@ -9,7 +9,6 @@ import command_line
 import jax
 import pytest
 import tiers
-from absl.flags import FLAGS
 
 import specdec_jax as sd
 from specdec_jax.commands import benchmark as benchmark_command

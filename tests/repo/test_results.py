@@ -58,6 +58,13 @@ def test_a_row_is_a_case_and_a_column_is_a_machine(results):
     ]
 
 
+def test_a_quick_run_is_marked(results):
+    quick = json.loads(json.dumps(RECORD))
+    quick["stages"]["pair"]["command"] = "scripts/results.py --only=pair --quick"
+    head = results.make_table("pair ende", [quick]).splitlines()[0]
+    assert head.endswith("| A chip, 2 cores (`--quick`) |")
+
+
 def test_a_stage_that_was_not_measured_says_why(results):
     assert "| T5X is not installed | |" in results.make_table("t5x sentences", [RECORD])
     with pytest.raises(ValueError, match="expected a stage of pair"):
@@ -91,10 +98,13 @@ def test_a_run_resumes_and_a_failing_stage_stops_no_other(results, tmp_path, mon
     for _ in range(2):
         results.measure(results.Settings(None, True), list(stages), again=False)
     assert calls == ["a", "b", "c", "b", "c"]
+    results.measure(results.Settings(None, False), ["a", "b"], again=False)
+    results.measure(results.Settings(None, False), ["a"], again=False)
+    assert calls[5:] == ["a", "b"]  # in full, but once
     (path,) = tmp_path.iterdir()
     found = json.loads(path.read_text(encoding="utf-8"))["stages"]
     assert found["a"]["rows"] == {"text": {}} and found["c"]["skipped"] == "no data"
-    assert found["b"]["failed"] == "RuntimeError: no" and "--quick" in found["a"]["command"]
+    assert found["b"]["failed"] == "RuntimeError: no" and "--quick" not in found["a"]["command"]
     assert "2 stages" in capsys.readouterr().out and "tools" in str(sys.modules["tools"])
 
 

@@ -1,6 +1,7 @@
 """Stages about int8: quality of the outputs, and how far rounding moves distributions."""
 
-from collections.abc import Sequence
+import string
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax.decoding.continuous_batching import decode_all
@@ -77,8 +78,7 @@ def measure_rounded(settings: Settings) -> Rows:
                 50,
             )
             rows[name] |= {
-                f"`{form}`: {quantity}": {"quantity": quantity, "found": found}
-                for quantity in QUANTITIES
+                f"`{form}`: {quantity}": make_row(quantity, found) for quantity in QUANTITIES
             }
     rows["shapes"] = measure_shapes(settings)
     return rows
@@ -93,9 +93,15 @@ def measure_shapes(settings: Settings) -> dict[str, Row]:
         inputs = draw_inputs(full, 8)
         divergence = rounding.Divergence(full, rounding.rounded(full, "int8"))
         divergence.add(inputs, [row[:16] for row in inputs])
-        found = divergence.record()
-        rows[f"`int8`: {name}"] = {"quantity": "error of the logits", "found": found}
+        rows[f"`int8`: {name}"] = make_row("error of the logits", divergence.record())
     return rows
+
+
+def make_row(quantity: str, found: Mapping[str, Any]) -> Row:
+    """Returns a row with what its quantity shows of a comparison."""
+    fields = [field for _, field, *_ in string.Formatter().parse(QUANTITIES[quantity]) if field]
+    names = {field.partition("[")[0] for field in fields}
+    return {"quantity": quantity, "found": {name: found[name] for name in sorted(names)}}
 
 
 def format_rounded(row: Row) -> str:

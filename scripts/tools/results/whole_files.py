@@ -99,7 +99,7 @@ def decode_batches(ids: list[list[int]], way: str, **options: Any) -> list[list[
     target, size = load_target("none"), 8
     found: list[list[int]] = [[] for _ in ids]
     if way != "file order":
-        options |= dict(batch_size=size, seed=0, refill=way == "refilled")
+        options |= dict(batch_size=size, refill=way == "refilled")
         for place, (output,) in decode_stream(target, ids, **HOW, **options):
             found[place] = output.tokens
         return found

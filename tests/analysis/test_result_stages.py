@@ -1,0 +1,81 @@
+"""Tests the stages of `scripts/results.py` on toy models: known outputs, rows, cells."""
+
+import gzip
+
+import pytest
+from toy_models import tiny_t5
+
+from specdec_jax.decoding.generate import generate
+from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
+from tools.results import copying, elsewhere, rounding_stages, shapes, whole_files
+from tools.results.cases import format_speed, time_cases
+from tools.results.stage import Settings, Skipped
+from tools.results.stages import STAGES
+from tools.results.texts import read_texts, require_pairs
+
+pytestmark = pytest.mark.usefixtures("quick")
+GAIN = {"median": 2.5, "least": 2.0, "most": 3.0}
+
+
+def test_an_output_is_forced_and_a_copying_drafter_sees_it():
+    model = tiny_t5(0)
+    inputs = [[5, 9, 7, 11, 8, 6, 1], [7, 5, 6, 9, 12, 10, 1]]
+    outputs = [[5, 9, 7, 13, 8, 6, 1], [7, 5, 6, 9, 12, 10, 1]]
+    each = copying.force_outputs(outputs)
+    for number, output in enumerate(outputs):
+        how = dict(max_new_tokens=8, generation_config=None, **each(number))
+        assert generate(model, [inputs[number]], gamma=0, **how).tokens[0, :7].tolist() == output
+    cases = copying.make_cases(outputs, {"lookup": (PromptLookupDrafter, 4)})
+    rows = time_cases(cases, inputs, 1, lambda form: model, new_tokens=8)
+    assert rows["plain"]["alpha"] is None and rows["plain"]["tokens_per_call"] == 1
+    assert rows["lookup"]["differing"] == 0 and rows["lookup"]["tokens_per_call"] > 1.5
+    assert "2 sentences" in format_speed(rows["plain"])
+
+
+@pytest.mark.parametrize("percent", copying.CHANGED)
+def test_a_share_of_words_is_changed(percent):
+    words = [str(number) for number in range(40)]
+    changed = copying.change_words(words, percent, 3)
+    differing = sum(a != b for a, b in zip(words, changed, strict=True))
+    assert differing == max(1, round(40 * percent / 100)) and set(changed) <= set(words)
+    assert changed == copying.change_words(words, percent, 3)
+
+
+def test_texts_are_those_that_are_there(tmp_path):
+    (tmp_path / "ende").mkdir()
+    with gzip.open(tmp_path / "ende/test.tsv.gz", "wt", encoding="utf-8") as file:
+        file.write(
+            "= A title =\tx\nOne two three four.\tEins\nToo short\ty\nFive six seven\tSechs\n"
+        )
+    settings = Settings(str(tmp_path), True)
+    assert require_pairs(settings, "ende", 9, words=3) == [
+        ("One two three", "Eins"),
+        ("Five six seven", "Sechs"),
+    ]
+    assert read_texts(settings, ("ende", "wiki_pe"), 1) == {"ende": ["One two three four."]}
+    assert list(read_texts(Settings(None, True), ("ende",), 2)) == ["sentences"]
+    with pytest.raises(Skipped, match="wiki_pe/test"):
+        require_pairs(settings, "wiki_pe", 9)
+
+
+def test_cells():
+    step, whole = {"ms": 31.25, "over_plain": 1.25}, {"improvement": GAIN, "tokens_per_call": 3.5}
+    assert shapes.format_shape(step) == "31.2 ms, 1.25 plain iterations"
+    text = "2.50 (2.00 to 3.00), 3.50 tokens a call, 20.0 ms a token"
+    assert shapes.format_shape(whole | {"ms_per_token": 20.0}) == text
+    counts = {"differing": 0, "outputs": 1200, "scores_that_differ": 3, "scores": 4000}
+    text = "0 of 1,200 outputs, 3 of 4,000 log-probabilities"
+    assert whole_files.format_bits(counts) == text
+    found = {"logits_error": 0.0125, "tokens": 7, "kl": {}}
+    row = rounding_stages.make_row("error of the logits", found)
+    assert row["found"] == {"logits_error": 0.0125}
+    assert rounding_stages.format_rounded(row) in ("1.2%", "1.3%")
+    memory = {"needed_gb": 5.81, "memory_gb": 32, "fits": True, "iteration_ms": 2.0}
+    text = elsewhere.format_tpu(memory | {"floor_ms": 2.7, "collectives": {"all-reduce": 73}})
+    assert text == "5.8 of 32 GB, fits; 2.0 ms an iteration, its bytes 2.7; 73 collectives"
+    assert elsewhere.format_tpu({"failed": "does not fit"}) == "does not fit"
+
+
+def test_a_quick_run_takes_minutes():
+    assert sum(stage.minutes[True] for stage in STAGES.values()) < 25
+    assert sum(stage.minutes[False] for stage in STAGES.values()) < 150
