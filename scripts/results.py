@@ -18,6 +18,7 @@ pair describes them; the text `sentences` comes with the package. CTranslate2 an
 
 import datetime
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -69,6 +70,7 @@ def measure(settings: Settings, names: Sequence[str], again: bool) -> None:
         print(f"{one}: about {STAGES[one].minutes[settings.quick]:g} minutes", flush=True)
         start = time.perf_counter()
         found: dict[str, Any] = {}
+        load = os.getloadavg()[0]
         forget_programs()
         try:
             found["rows"] = STAGES[one].measure(settings)
@@ -79,6 +81,7 @@ def measure(settings: Settings, names: Sequence[str], again: bool) -> None:
             traceback.print_exc()
         found |= {
             "seconds": round(time.perf_counter() - start, 1),
+            "load": round(load, 1),
             "command": f"scripts/results.py --only={one}" + " --quick" * settings.quick,
             "commit": find_commit(),
             "date": datetime.date.today().isoformat(),
@@ -98,6 +101,16 @@ def is_measured(part: Mapping[str, Any], quick: bool) -> bool:
 def was_quick(part: Mapping[str, Any]) -> bool:
     """Returns whether few sentences and passes were measured."""
     return "--quick" in part.get("command", "")
+
+
+def note_conditions(record: Mapping[str, Any], part: Mapping[str, Any]) -> str:
+    """Returns what a reader of a stage's figures should know, in parentheses.
+
+    More than one and a half processes a core, before a stage, are mostly those of other programs.
+    """
+    busy = part.get("load", 0) > 1.5 * record["machine"]["cores"]
+    notes = ["`--quick`"] * was_quick(part) + ["on a busy machine"] * busy
+    return f" ({', '.join(notes)})" if notes else ""
 
 
 def find_commit() -> str | None:
@@ -160,7 +173,9 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
         for part in parts
     ]
     heads = [name_machine(record) for record in records]
-    heads = [head + " (`--quick`)" * was_quick(part) for head, part in zip(heads, parts)]
+    heads = [
+        head + note_conditions(record, part) for head, record, part in zip(heads, records, parts)
+    ]
     why = {part.get("skipped") or part.get("failed") or "not measured yet" for part in parts}
     return _write_rows(STAGES[stage].title, heads, columns, "; ".join(sorted(why)))
 

@@ -58,11 +58,14 @@ def test_a_row_is_a_case_and_a_column_is_a_machine(results):
     ]
 
 
-def test_a_quick_run_is_marked(results):
+def test_a_quick_run_and_a_busy_machine_are_marked(results):
     quick = json.loads(json.dumps(RECORD))
     quick["stages"]["pair"]["command"] = "scripts/results.py --only=pair --quick"
     head = results.make_table("pair ende", [quick]).splitlines()[0]
     assert head.endswith("| A chip, 2 cores (`--quick`) |")
+    quick["stages"]["pair"]["load"] = 3.5
+    head = results.make_table("pair ende", [quick]).splitlines()[0]
+    assert head.endswith("| A chip, 2 cores (`--quick`, on a busy machine) |")
 
 
 def test_a_stage_that_was_not_measured_says_why(results):
