@@ -46,7 +46,7 @@ def measure_only(settings: Settings) -> Rows:
     for layers in (1, 2, 3):
         exits = functools.partial(EarlyExitDrafter, target, layers)
         cases[f"`exit:{layers}`, of four layers, γ = 2"] = drafts(2, drafter=exits)
-    steps = settings.choose(3_000, 150)
+    steps = settings.choose(3_000, 100)
     with tempfile.TemporaryDirectory() as folder:
         drafter = distil(prompts, steps, pathlib.Path(folder))
     for gamma in (2, 4):
@@ -73,6 +73,7 @@ def distil(prompts: Sequence[str], steps: int, folder: pathlib.Path) -> ModelDra
     command = [sys.executable, "-m", "specdec_jax", "distill", "--target=ende/target"]
     command += [f"--{name}_files={folder / name}" for name in names]
     command += [f"--drafter_shape={SHAPE}", f"--steps={steps}", "--batch_tokens=2048"]
+    command += ["--buckets=16,32"]  # few programs, and few longer sentences that are left out
     subprocess.run([*command, f"--output_dir={folder / 'run'}"], check=True)
     model = loader.load(folder / "run" / "model", "float32", say=lambda line: None)
     return ModelDrafter(model)
