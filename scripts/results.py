@@ -77,7 +77,7 @@ def measure(settings: Settings, names: Sequence[str], again: bool) -> None:
         except Skipped as reason:
             found["skipped"] = str(reason)
         except Exception as error:  # the others follow
-            found["failed"] = f"{type(error).__name__}: {error}"
+            found["failed"] = describe_error(error)
             traceback.print_exc()
         found |= {
             "seconds": round(time.perf_counter() - start, 1),
@@ -91,6 +91,12 @@ def measure(settings: Settings, names: Sequence[str], again: bool) -> None:
         RECORDS.mkdir(exist_ok=True)
         write_file(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
         print(f"{one}: {found.get('skipped') or found.get('failed') or 'measured'}", flush=True)
+
+
+def describe_error(error: Exception) -> str:
+    """Returns an error for a page: one line, without the folders of this machine."""
+    text = re.sub(r"(?<![\w.])/[^\s'\"]*/", "", f"{type(error).__name__}: {error}")
+    return " ".join(text.split())[:200]
 
 
 def is_measured(part: Mapping[str, Any], quick: bool) -> bool:

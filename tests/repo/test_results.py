@@ -95,7 +95,11 @@ def test_a_run_resumes_and_a_failing_stage_stops_no_other(results, tmp_path, mon
         return results.STAGES["pair"]._replace(measure=measure)
 
     skipped = results.Skipped("no data")
-    stages = {"a": stage("a"), "b": stage("b", RuntimeError("no")), "c": stage("c", skipped)}
+    stages = {
+        "a": stage("a"),
+        "b": stage("b", RuntimeError("/a/b/c in '/d/e'\nno")),
+        "c": stage("c", skipped),
+    }
     monkeypatch.setattr(results, "STAGES", stages)
     monkeypatch.setattr(results, "RECORDS", tmp_path)
     for _ in range(2):
@@ -107,7 +111,10 @@ def test_a_run_resumes_and_a_failing_stage_stops_no_other(results, tmp_path, mon
     (path,) = tmp_path.iterdir()
     found = json.loads(path.read_text(encoding="utf-8"))["stages"]
     assert found["a"]["rows"] == {"text": {}} and found["c"]["skipped"] == "no data"
-    assert found["b"]["failed"] == "RuntimeError: no" and "--quick" not in found["a"]["command"]
+    assert (
+        found["b"]["failed"] == "RuntimeError: c in 'e' no"
+        and "--quick" not in found["a"]["command"]
+    )
     assert "2 stages" in capsys.readouterr().out and "tools" in str(sys.modules["tools"])
 
 
