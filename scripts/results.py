@@ -109,6 +109,13 @@ def was_quick(part: Mapping[str, Any]) -> bool:
     return "--quick" in part.get("command", "")
 
 
+def explain_absence(part: Mapping[str, Any]) -> str:
+    """Returns why a stage has no rows for a table."""
+    if "rows" in part and was_quick(part):
+        return "measured by a run in full only"
+    return part.get("skipped") or part.get("failed") or "not measured yet"
+
+
 def note_conditions(record: Mapping[str, Any], part: Mapping[str, Any]) -> str:
     """Returns what a reader of a stage's figures should know, in parentheses.
 
@@ -182,7 +189,7 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
     heads = [
         head + note_conditions(record, part) for head, record, part in zip(heads, records, parts)
     ]
-    why = {part.get("skipped") or part.get("failed") or "not measured yet" for part in parts}
+    why = {explain_absence(part) for part in parts}
     return _write_rows(STAGES[stage].title, heads, columns, "; ".join(sorted(why)))
 
 

@@ -63,6 +63,7 @@ def test_a_quick_run_and_a_busy_machine_are_marked(results):
     quick["stages"]["pair"]["command"] = "scripts/results.py --only=pair --quick"
     head = results.make_table("pair ende", [quick]).splitlines()[0]
     assert head.endswith("| A chip, 2 cores (`--quick`) |")
+    assert "| measured by a run in full only | |" in results.make_table("pair more", [quick])
     quick["stages"]["pair"]["load"] = 3.5
     head = results.make_table("pair ende", [quick]).splitlines()[0]
     assert head.endswith("| A chip, 2 cores (`--quick`, on a busy machine) |")

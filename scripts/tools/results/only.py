@@ -52,7 +52,7 @@ def measure_only(settings: Settings) -> Rows:
     for gamma in (2, 4):
         name = f"`--drafter_shape={SHAPE}`, {steps:,} steps of training here, γ = {gamma}"
         cases[name] = drafts(gamma, drafter=lambda: drafter)
-    texts = read_texts(settings, ("ende", "wiki_pe"), settings.choose(60, 8))
+    texts = read_texts(settings, ("ende", "wiki_pe"), settings.choose(60, 6))
     passes = settings.choose(3, 2)
     return {name: time_cases(cases, text, passes) for name, text in texts.items()}
 
@@ -73,7 +73,8 @@ def distil(prompts: Sequence[str], steps: int, folder: pathlib.Path) -> ModelDra
     command = [sys.executable, "-m", "specdec_jax", "distill", "--target=ende/target"]
     command += [f"--{name}_files={folder / name}" for name in names]
     command += [f"--drafter_shape={SHAPE}", f"--steps={steps}", "--batch_tokens=2048"]
-    command += ["--buckets=16,32"]  # few programs, and few longer sentences that are left out
+    # Few programs; longer sentences, of which there are few, are left out.
+    command += ["--buckets=16,32", "--max_new_tokens=32"]
     subprocess.run([*command, f"--output_dir={folder / 'run'}"], check=True)
     model = loader.load(folder / "run" / "model", "float32", say=lambda line: None)
     return ModelDrafter(model)
