@@ -44,7 +44,7 @@ def make_bundled() -> ModelDrafter:
     return ModelDrafter(load_drafter())
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=3)
 def make_random(preset: str) -> LanguageModel:
     """Returns a published shape with random weights in float32, and an encoder of one layer."""
     config = PRESETS[preset].replace(dtype="float32")

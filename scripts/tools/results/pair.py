@@ -185,12 +185,13 @@ def measure_steps(settings: Settings) -> Rows:
     """Measures v, a call over several positions, and c, a drafted token, in plain iterations."""
     rows: dict[str, Row] = {}
     for form, label in (("none", "float32"), ("int8", "int8")):
-        rows |= time_iterations(label, load_target(form), make_bundled(), (1, 3, 4, 7), settings)
+        pair = load_target(form), make_bundled()
+        rows |= time_iterations(label, *pair, (1, 3, 4, 7), settings.choose(9, 5))
     return {"steps": rows}
 
 
 def time_iterations(
-    label: str, target: LanguageModel, drafter: Any, gammas: Sequence[int], settings: Settings
+    label: str, target: LanguageModel, drafter: Any, gammas: Sequence[int], passes: int
 ) -> dict[str, Row]:
     """Returns milliseconds of iterations, and their ratio to one of plain decoding."""
     how = dict(max_new_tokens=NEW_TOKENS)
@@ -202,7 +203,7 @@ def time_iterations(
         steps[f"{label}, call over {gamma + 1} positions"] = timing.call_variant(*state)
         steps[f"{label}, iteration with γ = {gamma}"] = timing.iteration_variant(*state)
     variants.warm_up({}, steps, [])
-    seconds = variants.time_steps(steps, settings.choose(9, 5))
+    seconds = variants.time_steps(steps, passes)
     return {
         name: {"ms": 1e3 * spread.median, "over_plain": spread.median / seconds[plain].median}
         for name, spread in seconds.items()
