@@ -46,7 +46,7 @@ def measure_only(settings: Settings) -> Rows:
     for layers in (1, 2, 3):
         exits = functools.partial(EarlyExitDrafter, target, layers)
         cases[f"`exit:{layers}`, of four layers, γ = 2"] = drafts(2, drafter=exits)
-    steps = settings.choose(3_000, 100)
+    steps = settings.choose(1_000, 100)
     with tempfile.TemporaryDirectory() as folder:
         drafter = distil(prompts, steps, pathlib.Path(folder))
     for gamma in (2, 4):

@@ -42,7 +42,7 @@ def measure_pair(settings: Settings) -> Rows:
         "speculative, int8, γ = 4": drafts(4, "int8"),
         'speculative, int8, `gamma="auto"`': drafts("auto", "int8"),
     }
-    texts = read_texts(settings, ("ende", "wiki_pe"), settings.choose(200, 25))
+    texts = read_texts(settings, ("ende", "wiki_pe"), settings.choose(120, 25))
     passes = settings.choose(3, 2)
     return {name: time_cases(cases, text, passes) for name, text in texts.items()}
 
@@ -54,7 +54,7 @@ def measure_texts(settings: Settings) -> Rows:
         forget_programs()
         cases = {"plain": Case(form)} | {f"γ = {gamma}": drafts(gamma, form) for gamma in (2, 4, 6)}
         cases |= {'`gamma="auto"`': drafts("auto", form)}
-        texts = read_texts(settings, TEXTS, settings.choose(60, 8))
+        texts = read_texts(settings, TEXTS, settings.choose(40, 8))
         for name, text in texts.items():
             rows[f"{name} {label}"] = time_cases(cases, text, settings.choose(3, 2))
     return rows

@@ -8,60 +8,60 @@ _OVER_PLAIN = "one sentence at a time, over plain"
 
 STAGES: dict[str, Stage] = {
     "pair": Stage(
-        "bundled pair, one sentence at a time", (12, 1.2), pair.measure_pair, format_speed
+        "bundled pair, one sentence at a time", (8, 0.8), pair.measure_pair, format_speed
     ),
-    "steps": Stage("one row", (2, 0.6), pair.measure_steps, format_step),
-    "texts": Stage(_OVER_PLAIN, (14, 2), pair.measure_texts, format_speed),
-    "drafters": Stage(_OVER_PLAIN, (14, 2.5), pair.measure_drafters, format_speed),
+    "steps": Stage("one row", (1, 0.5), pair.measure_steps, format_step),
+    "texts": Stage(_OVER_PLAIN, (10, 1.5), pair.measure_texts, format_speed),
+    "drafters": Stage(_OVER_PLAIN, (13, 2.3), pair.measure_drafters, format_speed),
     "cascades": Stage(_OVER_PLAIN, (4, 1), pair.measure_cascades, format_speed),
-    "only": Stage(_OVER_PLAIN, (16, 2), only.measure_only, format_speed),
+    "only": Stage(_OVER_PLAIN, (11, 1.5), only.measure_only, format_speed),
     "summaries": Stage(
-        "summaries by people, over plain", (4, 0.7), copying.measure_summaries, format_speed
+        "summaries by people, over plain", (3, 0.8), copying.measure_summaries, format_speed
     ),
     "edits": Stage(
-        "corrected sentences, over plain", (5, 0.8), copying.measure_edits, format_speed
+        "corrected sentences, over plain", (3, 0.5), copying.measure_edits, format_speed
     ),
-    "trees": Stage(_OVER_PLAIN, (8, 1.5), pair.measure_trees, format_speed),
+    "trees": Stage(_OVER_PLAIN, (8, 1.4), pair.measure_trees, format_speed),
     "beams": Stage(
-        "one sentence at a time, over plain beams", (6, 1), pair.measure_beams, format_speed
+        "one sentence at a time, over plain beams", (4, 0.6), pair.measure_beams, format_speed
     ),
     "gpt": Stage(
-        "gpt/97m with gpt/6m, random weights", (3, 1), shapes.measure_gpt, shapes.format_shape
+        "gpt/97m with gpt/6m, random weights", (2, 0.6), shapes.measure_gpt, shapes.format_shape
     ),
-    "paper": Stage("random weights", (8, 1.5), shapes.measure_paper, shapes.format_shape),
+    "paper": Stage("random weights", (5, 1), shapes.measure_paper, shapes.format_shape),
     "file": Stage(
-        "a whole file, over float32", (8, 1), whole_files.measure_file, whole_files.format_file
+        "a whole file, over float32", (5, 0.6), whole_files.measure_file, whole_files.format_file
     ),
     "batching": Stage(
         "a whole file, over its order",
-        (4, 0.7),
+        (3, 0.4),
         whole_files.measure_batching,
         whole_files.format_file,
     ),
     "bits": Stage(
         "differs from plain decoding of one sentence at a time",
-        (3, 0.5),
+        (2, 0.4),
         whole_files.measure_bits,
         whole_files.format_bits,
     ),
     "quality": Stage(
         "the bundled target's argmax output",
-        (4, 0.5),
+        (1, 0.2),
         rounding_stages.measure_quality,
         rounding_stages.format_quality,
     ),
     "rounded": Stage(
         "float32 beside its rounded form",
-        (6, 1),
+        (4, 0.9),
         rounding_stages.measure_rounded,
         rounding_stages.format_rounded,
     ),
     "t5x": Stage(
-        "the package's sentences, over T5X", (6, 0.6), elsewhere.measure_t5x, format_ratio
+        "the package's sentences, over T5X", (3, 0.5), elsewhere.measure_t5x, format_ratio
     ),
     "tpu": Stage(
-        "T5-XXL with T5-small, γ = 7, bfloat16",
-        (12, 0.6),
+        "T5-XXL in bfloat16, by the compiler's estimates",
+        (8, 0.5),
         elsewhere.measure_tpu,
         elsewhere.format_tpu,
     ),
