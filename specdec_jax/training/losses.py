@@ -162,7 +162,8 @@ def sum_metrics(
     return Metrics(jnp.sum(loss * weights), jnp.sum(nll * weights), jnp.sum(weights))
 
 
-def _sum_agreement(logits: Array, teacher_logits: Array, targets: Array) -> TeacherAgreement:
+def sum_agreement(logits: Array, teacher_logits: Array, targets: Array) -> TeacherAgreement:
+    """Returns sums over `targets [B, T]`, of logits `[B, T, V]`."""
     accepted = jnp.sum(jnp.minimum(jax.nn.softmax(teacher_logits), jax.nn.softmax(logits)), axis=-1)
     agreeing = distributions.argmax(teacher_logits) == distributions.argmax(logits)
     return TeacherAgreement(
@@ -245,7 +246,7 @@ def assess(
     logits, teacher_logits = _compute_logits(params, batch, objective, teacher_params)
     agreement = None
     if teacher_logits is not None:
-        agreement = _sum_agreement(logits, teacher_logits, batch[1])
+        agreement = sum_agreement(logits, teacher_logits, batch[1])
     return sum_metrics(logits, teacher_logits, batch[1], objective), agreement
 
 
