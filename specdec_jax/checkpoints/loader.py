@@ -266,8 +266,8 @@ def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint
     elif ours:
         checkpoint, read = native_format.open_folder(folder), "params"
     elif kind := next((k for k in native_format.PARTS if native_format.is_folder(folder, k)), ""):
-        got = f"{native_format.PARTS[kind]}, which only draft{'s' * (kind == 'eagle')}"
-        raise mismatch_error(folder, f"{got} for their target", "a model")
+        got = f"{native_format.PARTS[kind]}, which only draft for their target"
+        raise mismatch_error(folder, got, "a model")
     elif huggingface.is_folder(folder):
         checkpoint, read = huggingface.open_folder(folder), next(iter(theirs), "")
     elif (folder / "adapter_config.json").exists():

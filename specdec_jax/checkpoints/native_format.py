@@ -36,7 +36,7 @@ from specdec_jax.tokenizers.vocabularies import (
 FORMAT, VERSION = "specdec_jax", 1
 _TARGET = "target_fingerprint"  # a field of a config.json of what is trained on its states
 # What is trained on a target's states and drafts for no other, by the kind of its folder.
-PARTS = {"heads": "heads", "eagle": "an EAGLE drafter"}
+PARTS = {"heads": "heads", "eagle": "parts of an EAGLE drafter"}
 
 
 def is_folder(folder: pathlib.Path, kind: str = "model") -> bool:

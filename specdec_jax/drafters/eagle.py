@@ -237,10 +237,13 @@ class EagleDrafter(TreeDrafter):
             new, cache = self.network.decode(fed, own, position, cache, valid, own=True)
             return choose_first(step, tokens, (cache, new.astype(own.dtype), recorded))
 
-        # The call that would catch up with one token is the first step, which feeds nothing.
-        carry, lag = (*draft_state, Recorded.empty(state)), 1
         tokens, num_drafted, (cache, _, recorded) = draft_tokens(
-            state, num_wanted, choose, carry, lag, choose_first, lambda carry: carry[2].signals
+            state,
+            num_wanted,
+            choose,
+            (*draft_state, Recorded.empty(state)),
+            signals_of=lambda carry: carry[2].signals,
+            choose_first=choose_first,
         )
         draft = Draft(tokens, num_drafted, recorded.dist, num_drafted, recorded.signals)
         return EagleState(cache, draft_state.own), draft

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from specdec_jax.backends.axes import PerRow, States, Tokens, Valid
+from specdec_jax.backends.axes import PerRow, Tokens, Valid
 from specdec_jax.backends.tree_positions import AnyNodes
 from specdec_jax.models.config_validation import check_fields
 from specdec_jax.models.layers import Dense
@@ -95,7 +95,7 @@ class EagleNetwork:
     model: Network
     module: StateProjections = flax.struct.field(pytree_node=False)
 
-    def project(self, states: States, own: bool, valid: Valid = None) -> States:
+    def project(self, states: Float[Array, "B T D"], own: bool) -> Float[Array, "B T d"]:
         """Returns W s for the target's states s, or U h if they are the model's `own` states h."""
         method = "project_own" if own else "project_target"
         states = states.astype(self.module.config.dtype)
@@ -104,12 +104,12 @@ class EagleNetwork:
     def decode(
         self,
         tokens: Tokens,
-        states: States,
+        states: Float[Array, "B T D"],
         positions: PerRow,
         cache: Any,
         valid: Valid = None,
         own: bool = False,
-    ) -> tuple[States, Any]:
+    ) -> tuple[Float[Array, "B T d"], Any]:
         """Feeds pairs of a token and the state before it, as `Network.decode_states` does."""
         added = self.project(states, own)
         return self.model.decode_states(tokens, positions, cache, valid=valid, added=added)
@@ -117,12 +117,12 @@ class EagleNetwork:
     def decode_nodes(
         self,
         tokens: Tokens,
-        states: States,
+        states: Float[Array, "B T D"],
         nodes: AnyNodes,
         cache: Any,
         valid: Valid = None,
         own: bool = False,
-    ) -> tuple[States, Any]:
+    ) -> tuple[Float[Array, "B T d"], Any]:
         """Feeds pairs as nodes of trees, as `Network.decode_nodes` does."""
         added = self.project(states, own)
         return self.model.decode_nodes(tokens, nodes, cache, valid, added=added)

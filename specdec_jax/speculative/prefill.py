@@ -135,7 +135,7 @@ def read_prefix(
     input_lengths: Int[Array, " I"],
     tokens: Int[Array, "B P"],
     slots: int,
-    **encoded: Float[Array, "I L D"] | None,
+    **encoded: Float[Array, "I L E"] | None,
 ) -> tuple[Any, Float[Array, "B T D"] | None]:
     """Does what `fill_cache` does, and returns the T = P − 1 states too; None if there are none."""
     copies = len(tokens) // len(inputs)

@@ -269,8 +269,9 @@ def make_optimizer(config: TrainConfig, model_rate: float) -> optax.GradientTran
     def make(config: TrainConfig) -> optax.GradientTransformation:
         return optax.adam(functools.partial(optimizer.learning_rate, config), b2=0.98)
 
-    slower = dataclasses.replace(config, learning_rate=model_rate)
-    model = make(slower) if model_rate else optax.set_to_zero()
+    model = optax.set_to_zero()
+    if model_rate:
+        model = make(dataclasses.replace(config, learning_rate=model_rate))
     optimizers = {"projections": make(config), "model": model}
     owners = optax.partition(optimizers, {name: name for name in optimizers})
     return optax.chain(optax.clip_by_global_norm(1.0), owners)
