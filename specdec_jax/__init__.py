@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares it with the 
     from specdec_jax.decoding.trace import trace
     from specdec_jax.drafters.assisted import AssistedNGramDrafter
     from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
+    from specdec_jax.drafters.eagle import EagleDrafter
     from specdec_jax.drafters.early_exit import EarlyExitDrafter
     from specdec_jax.drafters.heads import HeadsDrafter
     from specdec_jax.drafters.merged import MergedDrafter
@@ -65,6 +66,7 @@ _NAMES = {
     "decoding.trace": "trace",
     "drafters.assisted": "AssistedNGramDrafter",
     "drafters.cascade": "HorizontalCascade VerticalCascade",
+    "drafters.eagle": "EagleDrafter",
     "drafters.early_exit": "EarlyExitDrafter",
     "drafters.heads": "HeadsDrafter",
     "drafters.merged": "MergedDrafter",

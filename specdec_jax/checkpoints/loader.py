@@ -265,8 +265,9 @@ def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint
         )
     elif ours:
         checkpoint, read = native_format.open_folder(folder), "params"
-    elif native_format.is_folder(folder, "heads"):
-        raise mismatch_error(folder, "heads, which only draft for their target", "a model")
+    elif kind := next((k for k in native_format.PARTS if native_format.is_folder(folder, k)), ""):
+        got = f"{native_format.PARTS[kind]}, which only draft for their target"
+        raise mismatch_error(folder, got, "a model")
     elif huggingface.is_folder(folder):
         checkpoint, read = huggingface.open_folder(folder), next(iter(theirs), "")
     elif (folder / "adapter_config.json").exists():
@@ -283,7 +284,7 @@ def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint
 
 def _is_theirs(folder: pathlib.Path) -> bool:
     """Returns whether the folder's config.json is Hugging Face's, and none that `save` wrote."""
-    kinds, there = ("model", "heads", "t5x"), (folder / "config.json").exists()
+    kinds, there = ("model", *native_format.PARTS, "t5x"), (folder / "config.json").exists()
     return there and not any(native_format.is_folder(folder, kind) for kind in kinds)
 
 

@@ -1,15 +1,18 @@
 """Reads and writes this package's own folders.
 
 A folder has a config.json, a vocabulary's file here or in the folder above, and Orbax arrays in
-params/. It holds a model, or heads, which have no vocabulary. Beside a T5X checkpoint a config.json
-without params/ holds what that format has no place for.
+params/. It holds a model, or what was trained on a target's states and has no vocabulary: heads, or
+an EAGLE drafter, whose model has a folder in it. Beside a T5X checkpoint a config.json without
+params/ holds what that format has no place for.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import pathlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +21,8 @@ from specdec_jax.checkpoints.stored_tensor import Checkpoint, Parameters, Report
 from specdec_jax.files import reading
 from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.files.writing import open_new_folder, write_file
-from specdec_jax.models.config_validation import build
+from specdec_jax.models.config_validation import Shape, build
 from specdec_jax.models.families import describe, find_family
-from specdec_jax.models.heads import HeadsConfig
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.models.parameters import flatten
 from specdec_jax.tokenizers.vocabularies import (
@@ -32,13 +34,15 @@ from specdec_jax.tokenizers.vocabularies import (
 )
 
 FORMAT, VERSION = "specdec_jax", 1
-_TARGET = "target_fingerprint"  # a field of a config.json of heads
+_TARGET = "target_fingerprint"  # a field of a config.json of what is trained on its states
+# What is trained on a target's states and drafts for no other, by the kind of its folder.
+PARTS = {"heads": "heads", "eagle": "parts of an EAGLE drafter"}
 
 
 def is_folder(folder: pathlib.Path, kind: str = "model") -> bool:
     """Returns whether `folder` is of this package and this kind.
 
-    Kinds are "model", "heads", and "t5x", a T5X checkpoint with our config.json.
+    Kinds are "model", those of `PARTS`, and "t5x", a T5X checkpoint with our config.json.
     """
     try:
         content = reading.read_json(folder / "config.json")
@@ -85,16 +89,22 @@ def open_description(folder: pathlib.Path) -> Checkpoint:
     )
 
 
-def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, Parameters]:
-    """Opens a folder that `write_heads` wrote, without reading its parameters.
+def open_part(folder: pathlib.Path, kind: str, shape: type[Shape]) -> tuple[Shape, str, Parameters]:
+    """Opens a folder that `write_part` wrote, without reading its parameters.
+
+    Args:
+      folder: the folder.
+      kind: as for `write_part`.
+      shape: the class of the configuration.
 
     Returns:
-      The shape of the heads, the fingerprint of their target, and their parameters.
+      The configuration, the fingerprint of the target, and the parameters.
     """
-    if not is_folder(folder, "heads"):
-        raise mismatch_error(folder, "no heads", "a folder with heads of this package")
+    if not is_folder(folder, kind):
+        name = PARTS[kind]
+        raise mismatch_error(folder, f"no {name}", f"a folder with {name} of this package")
     path, content = folder / "config.json", _read_record(folder)
-    config, fingerprint = build(HeadsConfig, content.get("heads"), path), content.get(_TARGET)
+    config, fingerprint = build(shape, content.get(kind), path), content.get(_TARGET)
     if not isinstance(fingerprint, str):
         raise mismatch_error(f"{path}: {_TARGET}", quote_value(fingerprint), "a string")
     return config, fingerprint, tensorstore_arrays.open_ocdbt(folder / "params")
@@ -198,13 +208,28 @@ def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = 
             write_file(folder / entry["file"], contents)
 
 
-def write_heads(config: HeadsConfig, fingerprint: str, params: dict, folder: pathlib.Path) -> None:
-    """Writes the heads of the target with this fingerprint; replaces only earlier heads."""
-    with open_new_folder(folder, functools.partial(check_free, kind="heads")) as temporary:
-        heads = {"heads": dataclasses.asdict(config), _TARGET: fingerprint}
-        _write_record(_make_header("heads") | heads, temporary)
+@contextlib.contextmanager
+def write_part(
+    folder: pathlib.Path, kind: str, config: Any, fingerprint: str, params: dict
+) -> Iterator[pathlib.Path]:
+    """Writes what was trained on the states of the target with this fingerprint.
+
+    It replaces only a folder of its kind. The block may write more into the folder that it gets,
+    which takes the name `folder` when the block ends.
+
+    Args:
+      folder: the folder.
+      kind: a name of `PARTS`.
+      config: the configuration, a dataclass.
+      fingerprint: the target's fingerprint.
+      params: parameters as a nested dict.
+    """
+    with open_new_folder(folder, functools.partial(check_free, kind=kind)) as temporary:
+        described = {kind: dataclasses.asdict(config), _TARGET: fingerprint}
+        _write_record(_make_header(kind) | described, temporary)
         arrays = ((name, np.asarray(array)) for name, array in flatten(params).items())
         _write_params(arrays, temporary)
+        yield temporary
 
 
 def check_free(folder: pathlib.Path, kind: str = "model") -> None:

@@ -107,6 +107,11 @@ COMMANDS = {
         "HeadsTrainConfig",
         "Trains heads on a target, to draft with; settings come from gin.",
     ),
+    "train_eagle": Command(
+        "training.eagle",
+        "EagleTrainConfig",
+        "Trains a drafter that reads the target's states; settings come from gin.",
+    ),
 }
 
 

@@ -85,6 +85,10 @@ class DrafterPair(Drafter):
             )
         )
 
+    def read_prefix(self, draft_state: PairState, state: DecodeState, states: Any) -> PairState:
+        own = zip(self.parts, draft_state)
+        return PairState(*(part.read_prefix(one, state, states) for part, one in own))
+
     def rewind(self, draft_state: PairState, lengths: jax.Array) -> PairState:
         """Forgets what either drafter has cached past `lengths`.
 

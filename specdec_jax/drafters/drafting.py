@@ -94,6 +94,7 @@ def draft_tokens(
     lag: Step = 0,
     catch_up: Callable | None = None,
     signals_of: Callable[[Any], DraftSignals | None] = lambda carry: None,
+    choose_first: Callable | None = None,
 ) -> tuple[jax.Array, jax.Array, Any]:
     """Drafts one token after another; a model that lags first catches up, two positions a call.
 
@@ -110,12 +111,15 @@ def draft_tokens(
         lag, 3 − lag … up to 0 or −1. What it chooses for a step below 0 is thrown away. Not needed
         if nothing lags.
       signals_of: takes a carry and returns what the policy of γ reads of the distributions so far.
+      choose_first: takes the place of `choose` for step 0; nothing lags then.
 
     Returns:
       The drafted tokens `[B, G]`, how many of them count `[B]`, and the last carry.
     """
     take = functools.partial(_take, state, signals_of)
     loop = -jnp.asarray(lag, jnp.int32), state.tokens, num_wanted, carry
+    if choose_first is not None:
+        loop = take(choose_first, loop)
     if catch_up is not None:
         # It mostly runs once or never, but is a loop: the branches of a `lax.cond` would copy the
         # caches.

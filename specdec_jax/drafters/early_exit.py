@@ -40,9 +40,10 @@ class ExitNetwork(Network):
         cache: Any,
         layers: int | None = None,
         valid: jax.Array | None = None,
+        added: jax.Array | None = None,
     ):
         layers = self.layers if layers is None else min(layers, self.layers)
-        return super().decode_states(tokens, positions, cache, layers, valid)
+        return super().decode_states(tokens, positions, cache, layers, valid, added)
 
     def decode_nodes(
         self,
@@ -51,9 +52,10 @@ class ExitNetwork(Network):
         cache: Any,
         valid: jax.Array | None = None,
         layers: int | None = None,
+        added: jax.Array | None = None,
     ):
         layers = self.layers if layers is None else min(layers, self.layers)
-        return super().decode_nodes(tokens, nodes, cache, valid, layers)
+        return super().decode_nodes(tokens, nodes, cache, valid, layers, added)
 
     def head(self, states: jax.Array, valid: jax.Array | None = None):
         return (

@@ -98,7 +98,8 @@ class HeadsDrafter(TreeDrafter):
         """Writes a folder that `load` reads, in `dtype`, by default the parameters' own."""
         params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), self.params)
         folder = pathlib.Path(path).absolute()
-        native_format.write_heads(self.config, self.fingerprint, params, folder)
+        with native_format.write_part(folder, "heads", self.config, self.fingerprint, params):
+            pass
 
     def check(self, target: LanguageModel) -> None:
         """Raises ValueError unless `target` is the model whose states the heads take."""
@@ -173,7 +174,7 @@ def read_heads(
     path: str | os.PathLike[str], target: ModelConfig
 ) -> tuple[HeadsConfig, str, dict[str, Any]]:
     """Reads a folder of heads; returns their shape, their target's fingerprint and parameters."""
-    config, fingerprint, stored = native_format.open_heads(pathlib.Path(path))
+    config, fingerprint, stored = native_format.open_part(pathlib.Path(path), "heads", HeadsConfig)
     stored_tensor.check_shapes(stored, config.parameter_shapes, path, "of these heads")
     params = {name: leaf.load(jnp.dtype(target.dtype)) for name, leaf in stored.items()}
     return config, fingerprint, parameters.unflatten(params)

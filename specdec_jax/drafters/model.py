@@ -220,6 +220,7 @@ class ModelDrafter(TreeDrafter, BeamDrafter):
         call. On an accelerator every step feeds two positions (`draft_in_pairs`), if that takes no
         longer and no policy of γ says how many steps there are.
         """
+        choose_token = functools.partial(choose_next, self.network, self.shortlist, state)
         last = state.lengths - 1
         lag = jnp.where(num_wanted > 0, last - jnp.minimum(draft_state.cached, last), 0)
 
@@ -229,7 +230,7 @@ class ModelDrafter(TreeDrafter, BeamDrafter):
             fed = jnp.take_along_axis(tokens, position[:, None], axis=1)
             valid = (step < num_wanted)[:, None]
             states, cache = self.network.decode_states(fed, position, cache, valid=valid)
-            token, recorded = self._choose(state, step, tokens, states, valid, recorded)
+            token, recorded = choose_token(step, tokens, states, valid, recorded)
             return token, (cache, recorded)
 
         def feed_pair(step: Step, tokens: jax.Array, cache: Any):
@@ -245,7 +246,7 @@ class ModelDrafter(TreeDrafter, BeamDrafter):
 
         def choose_by_pair(step: Step, tokens: jax.Array, carry: tuple):
             states, valid, cache = feed_pair(step, tokens, carry[0])
-            token, recorded = self._choose(state, step, tokens, states, valid, carry[1])
+            token, recorded = choose_token(step, tokens, states, valid, carry[1])
             return token, (cache, recorded)
 
         def feed(step: Step, carry: tuple):
@@ -268,23 +269,26 @@ class ModelDrafter(TreeDrafter, BeamDrafter):
         draft = Draft(tokens, num_drafted, recorded.dist, calls, recorded.signals)
         return ModelDraftState(cache, cached), draft
 
-    def _choose(
-        self,
-        state: DecodeState,
-        step: Step,
-        tokens: jax.Array,
-        states: jax.Array,
-        valid: jax.Array,
-        recorded: Recorded,
-    ) -> tuple[jax.Array, Recorded]:
-        """Returns the token `[B]` that is drafted after `states`, and the record with it."""
-        network, config, vocab_size = self.network, state.config, state.config.vocab_size
-        bare = config.mode.greedy and not config.mode.processes and recorded.signals is None
-        whole = self.shortlist is None and network.vocab_size <= vocab_size
-        if bare and whole and network.skips_padding:
-            token, _ = network.greedy_token_and_logprob(states, valid, normalize=False)
-            return token[:, 0], recorded
-        logits = network.head(states, valid)
-        if self.shortlist is not None and bare:  # nothing as wide as the vocabulary is needed
-            return self.shortlist.argmax(logits, vocab_size)[:, 0], recorded
-        return draw_adjusted(state, self.widened(logits, vocab_size), tokens, step, recorded)
+
+def choose_next(
+    network: Network,
+    shortlist: Shortlist | None,
+    state: DecodeState,
+    step: Step,
+    tokens: jax.Array,
+    states: jax.Array,
+    valid: jax.Array,
+    recorded: Recorded,
+) -> tuple[jax.Array, Recorded]:
+    """Returns the token `[B]` that a network drafts after `states [B, 1, D]`, and the record."""
+    config, vocab_size = state.config, state.config.vocab_size
+    bare = config.mode.greedy and not config.mode.processes and recorded.signals is None
+    whole = shortlist is None and network.vocab_size <= vocab_size
+    if bare and whole and network.skips_padding:
+        token, _ = network.greedy_token_and_logprob(states, valid, normalize=False)
+        return token[:, 0], recorded
+    logits = network.head(states, valid)
+    if shortlist is not None and bare:  # nothing as wide as the vocabulary is needed
+        return shortlist.argmax(logits, vocab_size)[:, 0], recorded
+    logits = match_width(logits if shortlist is None else shortlist.widen(logits), vocab_size)
+    return draw_adjusted(state, logits, tokens, step, recorded)

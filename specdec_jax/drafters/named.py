@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.drafters.assisted import AssistedNGramDrafter
+from specdec_jax.drafters.eagle import EagleDrafter
 from specdec_jax.drafters.early_exit import EarlyExitDrafter
 from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.drafters.model import ModelDrafter
@@ -75,6 +76,8 @@ def make_named_drafter(
         return HeadsDrafter.load(name, target)
     if name.startswith(PARALLEL):
         return ParallelDrafter(load(name.removeprefix(PARALLEL)))
+    if native_format.is_folder(pathlib.Path(name), "eagle"):
+        return EagleDrafter.load(name, target, load(str(pathlib.Path(name, "model"))))
     return reduced(load(name))
 
 
@@ -102,6 +105,9 @@ def make_traced_drafter(
         return drafter
     if name.startswith(PARALLEL):
         return ParallelDrafter(load(name.removeprefix(PARALLEL)).model)
+    if native_format.is_folder(pathlib.Path(name), "eagle"):
+        got = f"{name}, which reads the states of the target it was trained on"
+        raise ValueError(f"drafter: got {got}, expected another kind for a target under jit")
     heads = native_format.is_folder(pathlib.Path(name), "heads")
     return TracedHeads(name, config) if heads else load(name)
 

@@ -432,16 +432,43 @@ def draft_with_model(
         states, cache = network.decode_nodes(fed, nodes, cache, valid)
         return jnp.take_along_axis(states, (origins - first)[:, None, None], axis=1), cache
 
-    def logits_of(level: Level, cache: Any):
-        states, cache = states_of(level, cache)
-        return widened(network.head(states, level.valid)), cache
+    draft, cache = draft_from_states(
+        network, widened, states_of, cache, state, num_wanted, max_depth, whole
+    )
+    return cache, draft
 
-    def greedy_tokens_of(level: Level, cache: Any):
-        states, cache = states_of(level, cache)
-        return network.greedy_token_and_logprob(states, level.valid), cache
+
+def draft_from_states(
+    network: Network,
+    widened: Callable,
+    states_of: Callable[[Level, Any], tuple[Any, Any]],
+    carry: Any,
+    state: DecodeState,
+    num_wanted: jax.Array,
+    max_depth: jax.Array,
+    whole: bool = True,
+) -> tuple[TreeDraft, Any]:
+    """Drafts a tree from a drafting model's states.
+
+    Args:
+      states_of: (level, carry) -> (states `[B, J, D]` at its nodes, carry).
+      carry: what `states_of` keeps from level to level.
+      The others are those of `draft_with_model`.
+
+    Returns:
+      The draft, with a call for each of its levels, and the last carry.
+    """
+
+    def logits_of(level: Level, carry: Any):
+        states, carry = states_of(level, carry)
+        return widened(network.head(states, level.valid)), carry
+
+    def greedy_tokens_of(level: Level, carry: Any):
+        states, carry = states_of(level, carry)
+        return network.greedy_token_and_logprob(states, level.valid), carry
 
     greedy_only = network.skips_padding and whole and network.vocab_size <= state.config.vocab_size
     greedy = greedy_tokens_of if greedy_only else None
-    draft, cache = draft_tree(state, num_wanted, max_depth, logits_of, cache, greedy)
+    draft, carry = draft_tree(state, num_wanted, max_depth, logits_of, carry, greedy)
     deepest = jnp.max(jnp.where(draft.valid, draft.branches.depths, 0), axis=1)
-    return cache, draft._replace(calls=deepest)
+    return draft._replace(calls=deepest), carry

@@ -607,6 +607,18 @@ class DecoderOnly(FamilyModule):
         nodes: AnyNodes | None = None,
     ) -> tuple[States, DecoderCache]:
         x = self.embed(tokens, valid)
+        return self.decode_embedded(x, positions, cache, layers, valid, nodes)
+
+    def decode_embedded(
+        self,
+        x: States,
+        positions: PerRow | None,
+        cache: DecoderCache,
+        layers: int | None = None,
+        valid: Valid = None,
+        nodes: AnyNodes | None = None,
+    ) -> tuple[States, DecoderCache]:
+        """Does what `decode_states` does, for tokens with the embeddings `x`."""
         return self.decoder.step(x, positions, cache, layers, valid, nodes)
 
     def embed(self, tokens: Tokens, valid: Valid = None) -> States:

@@ -17,6 +17,7 @@ _COUNTS = {
     "vocab_size": (1, 10_000_000),
     "emb_dim": (1, 1_000_000),
     "encoder_dim": (1, 1_000_000),
+    "target_dim": (1, 1_000_000),
     "mlp_dim": (1, 1_000_000),
     "num_heads": (1, 1000),
     "head_dim": (1, 100_000),

@@ -166,8 +166,14 @@ class Network:
         cache: Any,
         layers: int | None = None,
         valid: Valid = None,
+        added: States | None = None,
     ) -> tuple[States, Any]:
         """Does what `decode` does, without the head.
+
+        Args:
+          tokens, positions, cache, valid: as for `decode`.
+          layers: how many layers run; None: all.
+          added: what is added to the tokens' embeddings.
 
         Returns:
           States after the first `layers` layers (None: all) and the final norm; the new cache.
@@ -175,17 +181,23 @@ class Network:
         whole = self._runs_whole_step(tokens.shape[1], cache, layers)
         count, least = tokens.shape[1], self.backend.min_query_len
         if len(tokens) == 1 and count < least and not whole:
-            widen = functools.partial(jnp.pad, pad_width=((0, 0), (0, least - count)), mode="edge")
-            tokens, valid = jax.tree.map(widen, (tokens, valid))
-            states, cache = self.decode_states(tokens, positions, cache, layers, valid)
+
+            def widen(x: jax.Array) -> jax.Array:
+                more = (0, 0), (0, least - count), *[(0, 0)] * (x.ndim - 2)
+                return jnp.pad(x, more, mode="edge")
+
+            tokens, valid, added = jax.tree.map(widen, (tokens, valid, added))
+            states, cache = self.decode_states(tokens, positions, cache, layers, valid, added)
             return states[:, :count], cache
         call = self._by_rows(tokens), self._by_rows(positions), cache
 
         def run_layers(*call: Any) -> tuple[States, Any]:
-            return self._apply("decode_states", *call, layers, valid)
+            tokens, positions, cache = call
+            return self._run_layers(tokens, positions, cache, layers, valid, None, added)
 
         def run_kernel(tokens: Tokens, positions: PerRow, cache: Any) -> tuple[States, Any]:
             x = self._apply("embed", tokens)
+            x = x if added is None else x + added
             return self.backend.decode_states(self, x, positions, cache, layers)
 
         if whole:
@@ -193,6 +205,24 @@ class Network:
         else:
             states, cache = run_layers(*call)
         return self._by_rows(states), constrain_sharding(cache, self.rules)
+
+    def _run_layers(
+        self,
+        tokens: Tokens,
+        positions: PerRow | None,
+        cache: Any,
+        layers: int | None,
+        valid: Valid,
+        nodes: AnyNodes | None,
+        added: States | None,
+    ) -> tuple[States, Any]:
+        """Runs the module's `decode_states`, with `added` as for the method of the network."""
+        if added is None:
+            more = () if nodes is None else (nodes,)
+            return self._apply("decode_states", tokens, positions, cache, layers, valid, *more)
+        check_uses_backend(self.config, "a drafter that reads the target's states")
+        x = self._apply("embed", tokens, valid) + added
+        return self._apply("decode_embedded", x, positions, cache, layers, valid, nodes)
 
     def node_cache(self, cache: Any, slots: int, positions: int) -> Any:
         """Makes a cache for calls over nodes of trees out of one for sequences.
@@ -212,17 +242,18 @@ class Network:
         cache: Any,
         valid: Valid = None,
         layers: int | None = None,
+        added: States | None = None,
     ) -> tuple[States, Any]:
         """Feeds `tokens` as nodes of trees.
 
-        The cache is from `node_cache`, `valid` as for `decode`, and `layers` as for
+        The cache is from `node_cache`, `valid` as for `decode`, `layers` and `added` as for
         `decode_states`.
 
         Returns:
           States, which `head` takes, and the new cache.
         """
-        call = self._by_rows(tokens), None, cache, layers, valid, nodes
-        states, cache = self._apply("decode_states", *call)
+        tokens = self._by_rows(tokens)
+        states, cache = self._run_layers(tokens, None, cache, layers, valid, nodes, added)
         return self._by_rows(states), constrain_sharding(cache, self.rules)
 
     def move_nodes(self, cache: Any, sources: Int[Array, "B M"], starts: PerRow) -> Any:

@@ -65,6 +65,18 @@ class Drafter:
         """
         return ()
 
+    def read_prefix(
+        self, draft_state: Any, state: DecodeState, states: Float[Array, "B T D"] | None
+    ) -> Any:
+        """Returns the drafter's state once the target has read what the decoder begins with.
+
+        Args:
+          state: the decode loop's, before the first iteration.
+          states: the target's last states at all T = P − 1 tokens but the last one, with anything
+            past a row's own; None if there is one token alone.
+        """
+        return draft_state
+
     def draft(
         self, draft_state: Any, state: DecodeState, num_wanted: Int[Array, " B"]
     ) -> tuple[Any, Draft]:
@@ -224,6 +236,9 @@ class FullDrafter(Drafter):
 
     def init(self, *given: Any, **encoded: Any) -> Any:
         return self.drafter.init(*given, **encoded)
+
+    def read_prefix(self, draft_state: Any, state: DecodeState, states: Any) -> Any:
+        return self.drafter.read_prefix(draft_state, state, states)
 
     def draft(
         self, draft_state: Any, state: DecodeState, num_wanted: Int[Array, " B"]

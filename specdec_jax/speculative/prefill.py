@@ -66,7 +66,7 @@ def prefill(
     config = config._replace(mode=config.mode._replace(native=target.skips_padding))
     read = inputs.inputs, inputs.input_lengths, inputs.tokens, slots
     shared = encode_for(target, drafter, inputs)
-    cache = fill_cache(target, *read, **shared)
+    cache, states = read_prefix(target, *read, **shared)
     if config.tree is None:
         draft_state = drafter and drafter.init(*read, **shared)
     else:
@@ -98,6 +98,9 @@ def prefill(
         draft_failed=zeros,
         config=config,
     )
+    if drafter is not None:
+        draft_state = drafter.read_prefix(draft_state, state, states)
+        state = state.replace(draft_state=draft_state)
     return constrain_sharding(state, target.rules)
 
 
@@ -123,11 +126,27 @@ def fill_cache(
     The arguments are those of `prefill`; `encoded`, which may be left out, is passed on to
     `Network.prefill`.
     """
+    return read_prefix(network, inputs, input_lengths, tokens, slots, **encoded)[0]
+
+
+def read_prefix(
+    network: Network,
+    inputs: Int[Array, "I L"],
+    input_lengths: Int[Array, " I"],
+    tokens: Int[Array, "B P"],
+    slots: int,
+    **encoded: Float[Array, "I L E"] | None,
+) -> tuple[Any, Float[Array, "B T D"] | None]:
+    """Does what `fill_cache` does, and returns the T = P − 1 states too; None if there are none."""
     copies = len(tokens) // len(inputs)
     if copies > 1 and not inputs.shape[1]:
         # A prompt is read once, like an encoder's input, for all of its rows.
-        return fill_cache(network, inputs, input_lengths, tokens[::copies], slots).repeated(copies)
+        cache, states = read_prefix(network, inputs, input_lengths, tokens[::copies], slots)
+        states = None if states is None else jnp.repeat(states, copies, axis=0)
+        return cache.repeated(copies), states
     cache = network.prefill(inputs, input_lengths, slots, copies, **encoded)
-    if tokens.shape[1] > 1:
-        _, cache = network.decode(tokens[:, :-1], jnp.zeros(len(tokens), jnp.int32), cache)
-    return cache
+    if tokens.shape[1] == 1:
+        return cache, None
+    starts = jnp.zeros(len(tokens), jnp.int32)
+    states, cache = network.decode_states(tokens[:, :-1], starts, cache)
+    return cache, states

@@ -186,7 +186,8 @@ def sum_metrics(
     return Metrics(jnp.sum(loss * weights), jnp.sum(nll * weights), jnp.sum(weights))
 
 
-def _sum_agreement(logits: Array, teacher_logits: Array, targets: Array) -> TeacherAgreement:
+def sum_agreement(logits: Array, teacher_logits: Array, targets: Array) -> TeacherAgreement:
+    """Returns sums over `targets [B, T]`, of logits `[B, T, V]`."""
     accepted = jnp.sum(jnp.minimum(jax.nn.softmax(teacher_logits), jax.nn.softmax(logits)), axis=-1)
     agreeing = distributions.argmax(teacher_logits) == distributions.argmax(logits)
     return TeacherAgreement(
@@ -275,7 +276,7 @@ def assess(
     )
     agreement = None
     if teacher_logits is not None:
-        agreement = _sum_agreement(logits, teacher_logits, counted)
+        agreement = sum_agreement(logits, teacher_logits, counted)
     return sum_metrics(logits, teacher_logits, counted, objective), agreement
 
 

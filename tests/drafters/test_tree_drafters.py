@@ -13,6 +13,7 @@ import tiers
 import toy
 from cascade_parts import EOS, INPUTS, KEY, LIMIT, LIMITS, MODEL, OTHER, PREFIXES, TARGET, V, table
 from distribution_samples import SPREAD, g_test, hash_pair, joint_distribution, sample, traced_anew
+from eagle_models import random_eagle
 from random_heads_of import random_heads
 from toy_models import HashModel, noisy_copy, tiny_t5
 
@@ -45,6 +46,7 @@ DRAFTERS = {
     "itself in int8": (None, lambda: sd.SelfDrafter(t5())),
     "heads": (None, lambda: random_heads(t5(), share_head=True)),
     "in parallel": (TARGET, lambda: sd.ParallelDrafter(MODEL)),
+    "eagle": (None, lambda: random_eagle(t5(), noisy_copy(t5(), 0.1, 1))),
     "bigrams": (TARGET, lambda: table(False)),
     "bigrams, drawn": (TARGET, lambda: table(True)),
     "lookup": (TARGET, lambda: sd.PromptLookupDrafter(1)),

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import own_parts
 import pytest
+from eagle_models import random_eagle
 from random_heads_of import random_heads
 from toy_models import noisy_copy, tiny_t5
 
@@ -48,6 +49,7 @@ DRAFTERS = {
     "self": lambda: sd.SelfDrafter(target()),
     "early exit": lambda: sd.EarlyExitDrafter(target(), 1),
     "heads": lambda: random_heads(target()),
+    "eagle": lambda: random_eagle(target(), similar()),
     "unigrams": lambda: table(1, True),
     "trigrams": lambda: table(3, False),
     "parallel": lambda: sd.ParallelDrafter(similar()),
@@ -62,7 +64,10 @@ DRAFTERS = {
 }
 
 # Whose own files test their exactness in the first tier.
-COVERED = ("shortlist", "parallel", "8 bits", "trigrams", "vertical cascade", "horizontal cascade")
+COVERED = (
+    *("shortlist", "parallel", "eagle", "8 bits", "trigrams"),
+    *("vertical cascade", "horizontal cascade"),
+)
 
 
 def run(drafter, verifier: str | sd.Verifier, sampling=SAMPLING):

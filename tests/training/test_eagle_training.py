@@ -1,0 +1,192 @@
+"""A drafter that reads the target's states learns on its own drafts; a run resumes."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eagle_models import V, eagle, model, target
+from toy_training import TINY, random_params
+
+import specdec_jax as sd
+from specdec_jax.models import heads
+from specdec_jax.models.eagle import StateProjections
+from specdec_jax.tokenizers import vocabularies
+from specdec_jax.training import eagle as training_eagle
+
+pytestmark = pytest.mark.usefixtures("quick")
+DEPTH, T = 3, 6
+
+
+@functools.cache
+def batch():
+    rng = np.random.default_rng(0)
+    inputs, targets = rng.integers(2, V, (2, 3, T)).astype(np.int32)
+    inputs[0, 4:], targets[1, 3:], targets[2, 1:] = -1, -1, -1
+    return inputs, targets
+
+
+def make_objective(**settings):
+    return training_eagle.EagleObjective(
+        model().config.module(),
+        teacher=target().config.module(),
+        projections=StateProjections(eagle(0.3).network.module.config),
+        depth=DEPTH,
+        **settings,
+    )
+
+
+def make_params():
+    own = heads.unpack(eagle(0.3).network.params)
+    return {"model": model().params, "projections": own}
+
+
+def test_unrolled_states_are_those_of_drafting():
+    """Depth i at position t: pairs up to t − i were committed, the last i tokens were drafted."""
+    (inputs, targets), network = batch(), eagle(0.3).network
+    fed, mask = np.maximum(inputs, 0), inputs >= 0
+    tokens = np.maximum(np.pad(targets[:, :-1], ((0, 0), (1, 0))), 0)
+    teacher = functools.partial(target().config.module().apply, {"params": target().params})
+    encoded = teacher(fed, mask, method="encode")
+    states = teacher(fed, mask, tokens, True, encoded, method="states")
+    given = make_params(), fed, mask, tokens, encoded, states
+    found = jax.jit(lambda *arrays: training_eagle._unroll(*arrays, make_objective()))(*given)
+
+    shifted = np.pad(np.asarray(states)[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    cache = jax.jit(lambda n: n.model.prefill(fed, mask.sum(axis=1, dtype=np.int32), T))(network)
+    read = jax.jit(lambda n, cache, *given: n.decode(*given, cache))
+    step = jax.jit(lambda n, cache, *given: n.decode(*given, cache, own=True))
+    for begin in range(T):
+        starts = np.zeros(3, np.int32)
+        own, here = read(network, cache, tokens[:, : begin + 1], shifted[:, : begin + 1], starts)
+        own = own[:, -1:]
+        for depth in range(min(DEPTH, T - begin)):
+            place = begin + depth
+            if depth:
+                at = np.full(3, place, np.int32)
+                own, here = step(network, here, tokens[:, place : place + 1], own, at)
+            np.testing.assert_allclose(found[depth][:, place], own[:, 0], atol=1e-4)
+
+
+def test_loss_is_the_weighted_mean_over_depths():
+    (inputs, targets), objective = batch(), make_objective(distill_weight=0.5, depth_weight=0.8)
+    given = make_params(), (inputs, targets), objective, target().params
+    loss, metrics = jax.jit(training_eagle.eagle_loss, static_argnums=2)(*given)
+    _, agreement = jax.jit(training_eagle.assess_eagle, static_argnums=2)(*given)
+    fed, mask = np.maximum(inputs, 0), inputs >= 0
+    tokens = np.maximum(np.pad(targets[:, :-1], ((0, 0), (1, 0))), 0)
+
+    @jax.jit
+    def compute(params, teacher_params):
+        run = functools.partial(target().config.module().apply, {"params": teacher_params})
+        encoded = run(fed, mask, method="encode")
+        states = run(fed, mask, tokens, True, encoded, method="states")
+        own = training_eagle._unroll(params, fed, mask, tokens, encoded, states, objective)
+        head = functools.partial(model().config.module().apply, {"params": params["model"]})
+        logits = jnp.stack([head(one, method="head") for one in own])
+        return jax.nn.log_softmax(run(states, method="head")), jax.nn.log_softmax(logits)
+
+    log_p, log_q = jax.device_get(compute(make_params(), target().params))
+    weighted, weights, nll, agreeing, count = 0.0, 0.0, 0.0, 0, 0
+    for depth in range(DEPTH):
+        for row, size in enumerate((6, 3, 1)):
+            for place in range(depth, size):
+                p, q = log_p[row, place], log_q[depth, row, place]
+                own = -q[targets[row, place]]
+                weight = 0.8**depth
+                weighted += weight * (0.5 * own + 0.5 * np.sum(np.exp(p) * (p - q)))
+                weights += weight
+                nll += own
+                agreeing += p.argmax() == q.argmax()
+                count += 1
+    assert metrics.tokens == count == 10 + 7 + 5 and float(agreement.agreement) == agreeing
+    np.testing.assert_allclose([loss, metrics.nll], [weighted / weights, nll], rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def settings(language, tmp_path_factory):
+    """Makes the settings of a run on a saved random target, and a drafter that reads it."""
+    folder = tmp_path_factory.mktemp("eagle")
+    vocabulary = vocabularies.SentencePieceVocabulary.train(
+        (language / "train.tsv").read_text().replace("\t", "\n").splitlines(), 40
+    )
+    own = sd.LanguageModel(TINY, random_params(), vocabulary)
+    sd.save(own, folder / "target")
+    shape = TINY.replace(num_encoder_layers=0, encoder_dim=16)
+    params = sd.LanguageModel.random(shape, 3).params
+    drafter = sd.LanguageModel(
+        shape, params, vocabulary, encoder_fingerprint=sd.load(folder / "target").fingerprint
+    )
+    sd.save(drafter, folder / "drafter")
+
+    def make_config(output, **changes):
+        defaults = dict(
+            target=str(folder / "target"),
+            drafter=str(folder / "drafter"),
+            train_files="train.tsv",
+            validation_files=["validation.tsv"],
+            output_dir=str(output),
+            data_dir=str(language),
+            depth=2,
+            steps=12,
+            warmup_steps=0,
+            decay_steps=0,
+            learning_rate=1e-2,
+            model_learning_rate=1e-2,
+            batch_tokens=256,
+            buckets=(16,),
+            log_every=4,
+            save_every=4,
+            evaluate_every=6,
+            dtype="float32",
+        )
+        return training_eagle.EagleTrainConfig(**{**defaults, **changes})
+
+    make_config.folder = folder
+    return make_config
+
+
+@pytest.mark.slow
+def test_training_raises_agreement_and_resumes(settings, tmp_path, capsys):
+    params = training_eagle.fit(settings(tmp_path / "whole"))
+    log = [json.loads(line) for line in (tmp_path / "whole/log.jsonl").read_text().splitlines()]
+    losses = [record["validation_loss"] for record in log if "validation_loss" in record]
+    assert len(losses) == 3 and losses[-1] < losses[0] - 0.1, "validation begins at step 0"
+    training_eagle.fit(settings(tmp_path / "halves", steps=5))
+    resumed = training_eagle.fit(settings(tmp_path / "halves"))
+    assert "resumed at step 5 of 12" in capsys.readouterr().err
+    assert jax.tree.all(jax.tree.map(np.array_equal, resumed, params))
+    own = sd.load(settings.folder / "target", "float32")
+    drafter = sd.EagleDrafter.load(tmp_path / "whole/eagle", own)
+    inputs = ["bara ceni", "dimu"]
+    plain = sd.generate(own, inputs, max_new_tokens=8)
+    found = sd.generate(own, inputs, drafter=drafter, gamma=2, max_new_tokens=8)
+    np.testing.assert_array_equal(plain.tokens, found.tokens)
+    assert found.stats.drafted > 0
+
+
+@pytest.mark.slow
+def test_a_model_that_stays_is_not_changed(settings, tmp_path):
+    params = training_eagle.fit(settings(tmp_path, model_learning_rate=0.0, steps=3))
+    before = sd.load(settings.folder / "drafter", "float32").params
+    assert jax.tree.all(jax.tree.map(np.array_equal, params["model"], before))
+    assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(params["projections"]))
+    with pytest.raises(ValueError, match="model_learning_rate: got 0.1, expected that of the run"):
+        training_eagle.fit(settings(tmp_path, model_learning_rate=0.1), on_start=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(depth=0), "depth: got 0, expected a number from 1 to 16"),
+        (dict(depth_weight=0.0), r"depth_weight: got 0.0, expected a number in \(0, 1\]"),
+        (dict(soft_weight=1.5), r"soft_weight: got 1.5, expected a number in \[0, 1\]"),
+        (dict(model_learning_rate=-1.0), "model_learning_rate: got -1.0, expected at least 0"),
+    ],
+)
+def test_bad_settings(change, message, tmp_path):
+    files = dict(train_files="a.tsv", validation_files="b.tsv", output_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        training_eagle.EagleTrainConfig(target="t", drafter="d", **files, **change)
