@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares it with the 
     from specdec_jax.models.t5 import T5Config
     from specdec_jax.speculative.drafter import Drafter
     from specdec_jax.speculative.policies import (
+        Calibrated,
         Confidence,
         CostAware,
         Entropy,
@@ -85,7 +86,7 @@ _NAMES = {
     "models.meshes": "make_mesh",
     "models.t5": "T5Config",
     "speculative.drafter": "Drafter",
-    "speculative.policies": "Confidence CostAware Entropy EntropyBound Heuristic",
+    "speculative.policies": "Calibrated Confidence CostAware Entropy EntropyBound Heuristic",
     "speculative.policy": "Policy",
     "speculative.sampling": "SamplingConfig",
     "speculative.trees": "Chains DynamicTree Tree",

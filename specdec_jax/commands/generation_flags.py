@@ -20,7 +20,7 @@ from specdec_jax.models import arguments
 from specdec_jax.models.arguments import make_option
 from specdec_jax.speculative.policies import POLICIES
 from specdec_jax.speculative.policy import MAX_GAMMA, Policy
-from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.sampling import FILTERS, SamplingConfig
 from specdec_jax.speculative.tree_text import EXPECTED, read_tree
 from specdec_jax.speculative.trees import DynamicTree, Tree
 
@@ -32,6 +32,7 @@ _NO_FLAG = (
 )
 # How flags write what is no number or word, after the help.
 _FORMS = {
+    "drafter_sampling": ", as temperature:NUMBER,top_k:NUMBER …",
     "tree": f": {EXPECTED}",
     "stop": "; repeatable",
     "forbidden_tokens": "; comma-separated",
@@ -127,6 +128,19 @@ def _read_pairs(name: str, items: Sequence[str], key: type, kind: type) -> dict[
     return dict(pairs)
 
 
+def _read_filters(name: str, text: str) -> SamplingConfig:
+    """Returns a drafter's `SamplingConfig`, from `temperature:0.7,top_k:20`.
+
+    Raises:
+      ValueError: text of another form, or a value outside its range.
+    """
+    values = _read_pairs(name, text.split(","), str, float)
+    for unknown in values.keys() - set(FILTERS):
+        raise ValueError(f"{name}: got {unknown!r}, expected {', '.join(FILTERS)}")
+    whole = {key: int(value) for key, value in values.items() if key == "top_k"}
+    return SamplingConfig(**{**values, **whole})
+
+
 def read_gamma(
     gamma: int | str,
     policy: str = "fixed",
@@ -166,6 +180,8 @@ def _read_value(name: str, value: Any) -> Any:
     """Returns the value of an option that a flag gives."""
     if name == "tree":
         return read_tree(value)
+    if name == "drafter_sampling":
+        return _read_filters(name, value)
     words = _WORDS.get(name)
     if words is None:
         return value

@@ -1,5 +1,6 @@
 """Rejects models, drafters, policies of γ, verifiers and limits that do not work together."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from specdec_jax.speculative import verifiers
 from specdec_jax.speculative.beam_drafter import BeamDrafter
 from specdec_jax.speculative.drafter import Drafter, TreeDrafter, can_draft_chains
 from specdec_jax.speculative.policy import Policy
-from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.sampling import FILTERS, SamplingConfig
 from specdec_jax.speculative.verifier import BaseVerifier
 
 _LISTED = 10  # the most numbers of inputs in a message
@@ -41,6 +42,35 @@ def check_sampling(sampling: SamplingConfig) -> None:
     """Raises ValueError unless `sampling` is a `SamplingConfig`."""
     expected = "a SamplingConfig, such as SamplingConfig(temperature=0.7)"
     arguments.check_kind("sampling", sampling, SamplingConfig, expected)
+
+
+def check_drafter_sampling(
+    own: SamplingConfig | None, target: SamplingConfig, drafter: Drafter | None, tree: Any
+) -> None:
+    """Raises for a `SamplingConfig` of a drafter that means nothing beside the target's.
+
+    Raises:
+      ValueError: it is none.
+      UnsupportedCombination: there is no drafter; the target decodes by argmax; a processor, since
+        drafts pass through the target's; or argmax in a tree, whose children would not be drawn.
+    """
+    if own is None:
+        return
+    arguments.check_kind("drafter_sampling", own, SamplingConfig, "a SamplingConfig, or None")
+    for field in dataclasses.fields(own):
+        given, unset = getattr(own, field.name), field.default
+        same = arguments.is_default(given, getattr(target, field.name))
+        if field.name not in FILTERS and not same and not arguments.is_default(given, unset):
+            got = f"{field.name} {arguments.quote(given)}"
+            expected = f"{', '.join(FILTERS)} alone: processors are the target's"
+            raise unsupported("drafter_sampling", got, expected)
+    if drafter is None:
+        raise unsupported("drafter_sampling", "one without a drafter", "None")
+    if target.mode.greedy:
+        got = "one beside a target at temperature 0"
+        raise unsupported("drafter_sampling", got, "None: the best draft is the drafter's argmax")
+    if tree is not None and np.any(np.equal(own.temperature, 0)):
+        raise unsupported("drafter_sampling", "temperature 0 with a tree", "more than 0")
 
 
 def check_target(target: LanguageModel) -> None:

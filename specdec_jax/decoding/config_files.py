@@ -20,7 +20,7 @@ from specdec_jax.models import arguments
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.speculative.policies import POLICIES
 from specdec_jax.speculative.policy import Policy
-from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.sampling import FILTERS, SamplingConfig
 from specdec_jax.speculative.tree_text import read_tree, write_tree
 from specdec_jax.speculative.trees import DynamicTree, Tree
 
@@ -38,7 +38,12 @@ _MODULES = {
 CONFIG, _SAMPLING = "generation_config.GenerationConfig", "sampling.SamplingConfig"
 _TREE, _DEFAULTS = "tree_text.read_tree", "model_defaults.ModelDefaults"
 # What a gin file refers to, by the option; and the names of policies.
-_BLOCKS = {"sampling": _SAMPLING, "tree": _TREE, "generation_config": _DEFAULTS}
+_BLOCKS = {
+    "sampling": _SAMPLING,
+    "drafter_sampling": f"drafter/{_SAMPLING}",
+    "tree": _TREE,
+    "generation_config": _DEFAULTS,
+}
 _POLICY_NAMES = {f"policies.{cls.__name__}": name for name, cls in POLICIES.items()}
 
 
@@ -97,7 +102,9 @@ def to_plain(name: str, value: Any) -> Any:
     if isinstance(value, Tree | DynamicTree):
         return write_tree(value)
     if isinstance(value, SamplingConfig):
-        return _changed_fields(value)
+        # In gin a block with a scope would take what it lacks from the one without.
+        own = FILTERS if name == "drafter_sampling" else ()
+        return {key: to_plain(key, getattr(value, key)) for key in own} | _changed_fields(value)
     if isinstance(value, ModelDefaults):
         return value.written()
     if value is None or isinstance(value, str | bool | int | float):
@@ -135,7 +142,7 @@ def _read_plain(name: str, value: Any) -> Any:
         return read_tree(value)
     if name == "generation_config" and isinstance(value, dict):
         return ModelDefaults.read(value, name)
-    if name == "sampling" and isinstance(value, dict):
+    if name in ("sampling", "drafter_sampling") and isinstance(value, dict):
         return _build(SamplingConfig, _restore_ids(value))
     return value
 
@@ -172,7 +179,7 @@ def to_gin(given: Mapping[str, Any]) -> str:
         blocks[block] = {
             key: repr(one) for key, one in _restore_ids(fields).items() if key != _POLICY
         }
-    modules = sorted({block.partition(".")[0] for block in blocks})
+    modules = sorted({block.rpartition("/")[2].partition(".")[0] for block in blocks})
     lines = [f"from specdec_jax.{_MODULES[module]} import {module}" for module in modules]
     for block, fields in blocks.items():
         lines += ["", *(f"{block}.{name} = {value}" for name, value in fields.items())]
@@ -202,7 +209,9 @@ def _read_gin(path: str | PathLike) -> dict[str, Any]:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
     for statement in statements:
         if isinstance(statement, config_parser.BindingStatement):
-            blocks.setdefault(statement.selector, {})[statement.arg_name] = statement.value
+            scope = f"{statement.scope}/" if statement.scope else ""
+            block = blocks.setdefault(scope + statement.selector, {})
+            block[statement.arg_name] = statement.value
         elif not isinstance(statement, _IGNORED):
             raise ValueError(f"{path}: got {type(statement).__name__}, expected bindings alone")
     for block in blocks:
@@ -223,6 +232,6 @@ def _resolve_references(path: Any, name: str, value: Any, blocks: dict[str, dict
         return fields.get("text")
     if value in _POLICY_NAMES:
         return {_POLICY: _POLICY_NAMES[value], **fields}
-    if value in (_SAMPLING, _DEFAULTS):
+    if value in (_BLOCKS["drafter_sampling"], _SAMPLING, _DEFAULTS):
         return dict(fields)
     raise ValueError(f"{path}: {name}: got @{value}, expected a value")

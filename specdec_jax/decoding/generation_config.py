@@ -68,6 +68,12 @@ class GenerationConfig:
         "temperature, filters, processors such as a repetition penalty",
         "the model's, else argmax",
     )
+    drafter_sampling: SamplingConfig | None = _make_field(
+        None,
+        "temperature, top_k, top_p and min_p that drafts are drawn with, in the place of the "
+        "target's; the output distribution stays the target's",
+        "the target's",
+    )
     tree: Tree | DynamicTree | None = _make_field(
         None,
         "tree of drafted tokens in the place of a chain: it has a verifier of its own, and γ is "
@@ -176,6 +182,11 @@ class GenerationConfig:
             raise ValueError(f"gamma: got {self.gamma!r}, expected {expected}")
         if self.sampling is not None and not isinstance(self.sampling, SamplingChanges):
             check_sampling(self.sampling)
+        expected = "a SamplingConfig, or None"
+        if self.drafter_sampling is not None:
+            arguments.check_kind(
+                "drafter_sampling", self.drafter_sampling, SamplingConfig, expected
+            )
         find_verifier(self.verifier)
         arguments.check_integer("num_samples", self.num_samples, 1, 2**20)
         arguments.check_integer("max_input_length", self.max_input_length, 1)
@@ -225,7 +236,8 @@ BEAM_FIELDS = tuple(
     "num_beams length_penalty beam_style early_stopping num_return_sequences beam_width".split()
 )
 _NOT_WITH_BEAMS = (
-    "verifier lenience typical_epsilon typical_delta synthetic_alpha num_samples deadline tree"
+    "verifier lenience typical_epsilon typical_delta synthetic_alpha num_samples deadline tree "
+    "drafter_sampling"
 ).split()
 
 ConfigOrPath = GenerationConfig | str | PathLike | None

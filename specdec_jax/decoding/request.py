@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from specdec_jax.backends.jax_settings import check_not_traced
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
+    check_drafter_sampling,
     check_eos_ids,
     check_input_lengths,
     check_limits,
@@ -124,6 +125,7 @@ class Plan:
       empty: `[N]` bool, inputs with nothing to decode.
       key: one key, N keys, or None for the default.
       rows, settings, policy: settings of sampling, verifier and γ per input.
+      draft_rows: settings of the drafter's sampling per input; None: the target's.
       shared: the tables over the vocabulary that all rows share: logit bias and forced tokens.
       auto_rows: number of rows decoded together, for which `autotune` has yet to choose γ; None if
         γ is given or chosen.
@@ -153,6 +155,7 @@ class Plan:
     shared: dict[str, np.ndarray | None]
     auto_rows: int | None = None
     costs_key: str | None = None
+    draft_rows: SamplingRows | None = None
 
     @property
     def input_lengths(self) -> np.ndarray:
@@ -182,6 +185,7 @@ class Plan:
             gammas=np.zeros_like(self.gammas),
             settings=None,
             policy=None,
+            draft_rows=None,
             auto_rows=None,
         )
 
@@ -218,9 +222,9 @@ class Plan:
         else:
             inputs = pad(inputs, width)
         repeat = functools.partial(np.repeat, repeats=self.samples, axis=0)
-        sampling, settings, gamma, policy = jax.tree.map(
+        sampling, settings, gamma, policy, draft_sampling = jax.tree.map(
             lambda values: repeat(np.asarray(values)[chosen]),
-            (self.rows, self.settings, self.gammas, self.policy),
+            (self.rows, self.settings, self.gammas, self.policy, self.draft_rows),
         )
         ends = repeat(prefix_lengths + self.limits[chosen])
         given = PrefillInputs(
@@ -236,6 +240,7 @@ class Plan:
             settings=settings,
             gamma=gamma,
             policy=policy,
+            draft_sampling=draft_sampling,
         )
         return self.network, self.drafter, self.config, num_slots, given
 
@@ -304,6 +309,8 @@ def plan(
     prefix, prefix_lengths = _make_prefixes(target, tokens, lengths, data.decoder_prefix)
     limits = fill_limits(target, defaults, config.max_new_tokens, prefix_lengths)
     sampling = fill_sampling(target, defaults, config.sampling, prefix_lengths, limits, eos_ids)
+    own = config.drafter_sampling
+    check_drafter_sampling(own, sampling, drafter, tree)
     rows, width = sampling.rows(batch, target.config.vocab_size), int(max(gammas))
     parameters = "lenience", "typical_epsilon", "typical_delta", "synthetic_alpha"
     given = {name: getattr(config, name) for name in parameters}
@@ -326,6 +333,7 @@ def plan(
         verifier,
         tree=tree,
         strategy=choose_strategy(tree),
+        draft_mode=own and sampling.mode.with_filters_of(own.mode),
     )
     static = static._replace(widths=_choose_widths(target, drafter, policy, static))
     check_keys(data.key, batch)
@@ -354,6 +362,7 @@ def plan(
         policy=policy,
         shared=dict(bias=rows.bias, forced=rows.forced),
         auto_rows=together * samples if measured else None,
+        draft_rows=own and own.filters(batch),
     )
 
 

@@ -21,7 +21,12 @@ from specdec_jax.decoding.ambient_mesh import (
     adapt_to_mesh,
     can_call_cpu_kernels,
 )
-from specdec_jax.decoding.checks import check_policy, check_sampling, verifier_settings
+from specdec_jax.decoding.checks import (
+    check_drafter_sampling,
+    check_policy,
+    check_sampling,
+    verifier_settings,
+)
 from specdec_jax.decoding.generate import FOREVER, advance
 from specdec_jax.decoding.generation_config import (
     FIELDS,
@@ -176,6 +181,7 @@ class Decoder:
         self.config, self.drafter, self.rescale_log_probs = config, drafter, rescale_log_probs
         self.sampling = given.sampling or SamplingConfig()
         check_sampling(self.sampling)
+        self.drafter_sampling = given.drafter_sampling
         parameters = ("lenience", "typical_epsilon", "typical_delta")
         self._parameters = {name: getattr(given, name) for name in parameters}
         self.tree, self.gamma, self.verifier = resolve_tree(
@@ -189,6 +195,7 @@ class Decoder:
         if drafter is not None:
             check_policy(self.gamma, drafter)
         check_models(drafter, config)
+        check_drafter_sampling(self.drafter_sampling, self.sampling, drafter, self.tree)
         self._settings(1)
         self.sampling.rows(1, config.vocab_size)
 
@@ -237,6 +244,7 @@ class Decoder:
         rng = given.get("decode_rng") if rng is None else rng
         batch, length = prompts.shape
         mode, rows = _split_sampling(self.sampling, given, batch, self.config.vocab_size)
+        own = self.drafter_sampling if self.width else None
         policy = self.gamma.rows(batch) if isinstance(self.gamma, Policy) and self.width else None
         varies = self.drafter is not None and self.drafter.varies
         adapts = self.width and self.tree is None and (varies or policy is not None)
@@ -250,6 +258,7 @@ class Decoder:
             widths,
             self.tree,
             strategy=choose_strategy(self.tree),
+            draft_mode=own and mode.with_filters_of(own.mode),
         )
         tokens = prompts.at[:, 0].set(0) if prompted else jnp.zeros_like(prompts[:, :1])
         starts = jnp.sum(jnp.cumprod(tokens[:, 1:] != 0, axis=1), axis=1, dtype=jnp.int32) + 1
@@ -266,6 +275,7 @@ class Decoder:
             settings=self._settings(batch),
             gamma=jnp.full(batch, self.width, jnp.int32),
             policy=policy,
+            draft_sampling=own and own.filters(batch),
         )
         drafter = self.drafter if self.width else None
         num_slots = count_slots(length + 1, config.reach)

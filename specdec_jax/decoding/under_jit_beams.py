@@ -39,7 +39,10 @@ _KNOWN = ("alpha", "max_decode_len", "max_decode_step", "min_log_prob", "decode_
 # T5X's own, which stops nothing.
 _LEAST_LOG_PROB = -1e7
 # Options without meaning for a beam search, beside those of every traced decode.
-_UNSET = ("sampling", "verifier", "tree", "lenience", "typical_epsilon", "typical_delta")
+_UNSET = (
+    *("sampling", "drafter_sampling", "verifier", "tree"),
+    *("lenience", "typical_epsilon", "typical_delta"),
+)
 
 
 class BeamDecoder:

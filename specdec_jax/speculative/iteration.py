@@ -73,7 +73,7 @@ class ChainDecoding:
         config, batch = state.config, state.tokens.shape[0]
         num_wanted = _count_wanted(state)
         if drafter is not None and config.gamma:
-            drafted = drafter.draft(state.draft_state, state, num_wanted)
+            drafted = drafter.draft(state.draft_state, state.for_drafter(), num_wanted)
             draft_state, draft = check_draft(drafter, drafted, state)
             draft = draft._replace(num_drafted=jnp.minimum(draft.num_drafted, num_wanted))
             draft, state = _cut_failures(draft, state)

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from specdec_jax.speculative.policy import (
@@ -191,11 +192,15 @@ class CostAware(Policy):
         return self.cost_ratio + (self.verify_cost - 1) / self.maximum
 
     def init(self) -> CostAwareState:
-        positions = jnp.zeros((len(self.weight), self.maximum), jnp.float32)
+        return self._begin(self.maximum)
+
+    def _begin(self, groups: int) -> CostAwareState:
+        """Returns the first state, in which acceptance is counted for each of some groups."""
+        zeros = jnp.zeros((len(self.weight), groups), jnp.float32)
         gammas = jnp.arange(self.maximum + 1, dtype=jnp.float32)
         tokens = jnp.cumsum(self.acceptance[:, None] ** gammas, axis=1)
         rate = jnp.max(tokens / (1 + gammas * self._step()[:, None]), axis=1)
-        return CostAwareState(positions, positions, rate * self.weight, jnp.asarray(self.weight))
+        return CostAwareState(zeros, zeros, rate * self.weight, jnp.asarray(self.weight))
 
     def wanted(self, state: CostAwareState) -> Int[Array, " B"]:
         weight = self.weight[:, None]
@@ -214,13 +219,71 @@ class CostAware(Policy):
     def update(self, state: CostAwareState, outcome: Outcome) -> CostAwareState:
         index, memory = jnp.arange(self.maximum), self.memory[:, None]
         accepted, drafted = outcome.accepted[:, None], outcome.drafted[:, None]
+        examined = index < jnp.minimum(accepted + 1, drafted)
         return CostAwareState(
-            examined=memory * state.examined
-            + (index < jnp.minimum(accepted + 1, drafted)).astype(jnp.float32),
-            accepted=memory * state.accepted + (index < accepted).astype(jnp.float32),
+            examined=memory * state.examined + self._group(examined, outcome),
+            accepted=memory * state.accepted + self._group(index < accepted, outcome),
             tokens=self.memory * state.tokens + outcome.accepted.astype(jnp.float32) + 1,
             time=self.memory * state.time + 1 + outcome.drafted.astype(jnp.float32) * self._step(),
         )
+
+    def _group(self, which: Bool[Array, "B G"], outcome: Outcome) -> Float[Array, "B N"]:
+        """Returns how many of the positions `which` are in each group."""
+        return which.astype(jnp.float32)
+
+
+# The least q(x) of each bucket of `Calibrated` but the first.
+BUCKETS = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Calibrated(CostAware):
+    """A policy that drafts on while the draft so far is likely enough to be accepted as a whole.
+
+    Unlike `CostAware` it looks at the draft: a token with confidence q(x) is expected to be
+    accepted as often as earlier tokens of the row with a like confidence were. A draft goes on
+    after its i-th token while Π_{j≤i} â(q(x_j)) ≥ R · (c + δ).
+
+    â(q) is a moving average of the acceptance in the bucket of q, one of 8, in which the middle of
+    the bucket counts as `weight` observations: a drafter is first taken at its word. R, c and δ are
+    those of `CostAware`. Only tokens that the target examined count. An estimate looks back only:
+    what is drawn now changes none before the next iteration.
+
+    In transformers the threshold of `Confidence` adapts instead; Draft & Verify (Zhang et al. 2023,
+    arXiv 2309.08168) moves it towards a given acceptance rate.
+
+    Attributes:
+      maximum: G.
+      minimum, cost_ratio, verify_cost, acceptance, weight, memory: as for `CostAware`.
+    """
+
+    needs_probs: ClassVar[bool] = True
+    counts_nodes: ClassVar[bool] = False  # along a path of a tree confidence is a product
+
+    def init(self) -> CostAwareState:
+        return self._begin(len(BUCKETS) + 1)
+
+    def wanted(self, state: CostAwareState) -> int:
+        return self.maximum
+
+    def goes_on(self, state: CostAwareState, seen: DraftSignals) -> Bool[Array, "B G"]:
+        weight, ends = self.weight[:, None], np.array([0, *BUCKETS, 1], np.float32)
+        middles = (ends[:-1] + ends[1:]) / 2
+        rates = (state.accepted + weight * middles) / (state.examined + weight)
+        reach = jnp.cumprod(jnp.sum(_find_buckets(seen) * rates[:, None], axis=2), axis=1)
+        worth = reach >= (state.tokens / state.time * self._step())[:, None]
+        return worth | (jnp.arange(1, self.maximum + 1) < self.minimum[:, None])
+
+    def _group(self, which: Bool[Array, "B G"], outcome: Outcome) -> Float[Array, "B N"]:
+        assert outcome.seen is not None  # the policy reads distributions
+        return jnp.sum(jnp.where(which[..., None], _find_buckets(outcome.seen), 0), axis=1)
+
+
+def _find_buckets(seen: DraftSignals) -> Float[Array, "B G 8"]:
+    """Returns 1 in the bucket that each confidence is in, and 0 in the others."""
+    buckets = jnp.sum(seen.prob[..., None] >= jnp.array(BUCKETS, jnp.float32), axis=2)
+    return jax.nn.one_hot(buckets, len(BUCKETS) + 1, dtype=jnp.float32)
 
 
 # Policies by their names on the command line.
@@ -230,6 +293,7 @@ POLICIES: dict[str, type[Any]] = {
     "entropy_bound": EntropyBound,
     "confidence": Confidence,
     "cost_aware": CostAware,
+    "calibrated": Calibrated,
 }
 
 

@@ -29,7 +29,7 @@ class PrefillInputs:
       eos_ids: `[B, E]` int32, ids that end a row.
       done: `[B]` bool, rows with nothing to decode.
       settings: as in `DecodeState`; of a beam search its `length_penalty`.
-      keys, gamma, policy: as in `DecodeState`; a beam search reads none of them.
+      keys, gamma, policy, draft_sampling: as in `DecodeState`; a beam search reads none of them.
     """
 
     inputs: Int[Array, "I L"]
@@ -44,6 +44,7 @@ class PrefillInputs:
     settings: Settings | None = None
     gamma: Int[Array, " B"] | None = None
     policy: Policy | None = None
+    draft_sampling: SamplingRows | None = None
 
 
 def prefill(
@@ -97,6 +98,7 @@ def prefill(
         last_seen=make_empty_signals(inputs.policy, batch),
         draft_failed=zeros,
         config=config,
+        draft_sampling=inputs.draft_sampling,
     )
     if drafter is not None:
         draft_state = drafter.read_prefix(draft_state, state, states)

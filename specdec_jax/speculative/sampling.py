@@ -132,6 +132,15 @@ class SamplingConfig:
         forced = self._forced(vocab_size) if self.mode.forced else None
         return SamplingRows(**values, bias=bias, forced=forced)
 
+    def filters(self, batch: int) -> "SamplingRows":
+        """Returns `rows` without tables over the vocabulary, for a drafter's temperature.
+
+        Raises:
+          ValueError: a field has neither one value nor `batch` values.
+        """
+        own = SamplingConfig(**{name: getattr(self, name) for name in FILTERS})
+        return own.rows(batch, vocab_size=0)
+
     def _bias(self, vocab_size: int) -> Float32[np.ndarray, " V"]:
         """Returns what is added to the logits: the biases, and −inf for ids that are forbidden."""
         bias = np.zeros(vocab_size, np.float32)
@@ -170,6 +179,8 @@ _PER_ROW = {
     "repetition_penalty": np.float32,
     "min_new_tokens": np.int32,
 }
+# The fields that a drafter may have of its own, beside the target's processors.
+FILTERS = ("temperature", "top_k", "top_p", "min_p")
 _LARGEST = float(np.finfo(np.float32).max)
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (lambda value: 0 <= value <= _LARGEST, "a finite number of at least 0"),
@@ -209,6 +220,10 @@ class SamplingMode(NamedTuple):
     native: bool = False
     sequences: tuple[tuple[int, ...], ...] = ()
 
+    def with_filters_of(self, other: "SamplingMode") -> "SamplingMode":
+        """Returns the mode with the filters of another; whether all is argmax stays."""
+        return self._replace(top_k=other.top_k, top_p=other.top_p, min_p=other.min_p)
+
     @property
     def processes(self) -> bool:
         """Whether any processor is on."""
@@ -233,6 +248,10 @@ class SamplingRows:
     min_new_tokens: Int[Array, " B"]
     bias: Float[Array, " V"] | None = None
     forced: Int[Array, " F"] | None = None
+
+    def with_filters_of(self, other: "SamplingRows") -> "SamplingRows":
+        """Returns the rows with the temperature and the filters of others."""
+        return self.replace(**{name: getattr(other, name) for name in FILTERS})
 
     def repeated(self, copies: int) -> "SamplingRows":
         """Returns the same with each row's values repeated for `copies` rows side by side."""

@@ -43,6 +43,7 @@ class StaticConfig(NamedTuple):
         and the one before it if it was a leaf. In a merged tree it is all that an iteration
         commits.
       strategy: the `DecodingStrategy` of the loop; None where no loop runs.
+      draft_mode: `mode` with the filters of the drafter; None: the target's.
     """
 
     gamma: int
@@ -53,6 +54,7 @@ class StaticConfig(NamedTuple):
     tree: Tree | DynamicTree | None = None
     lag: int = 2
     strategy: Any = None
+    draft_mode: SamplingMode | None = None
 
     def count_slots(self, prefix: int, new: int) -> int:
         """Returns the number of slots for rows of at most `prefix` and `new` tokens."""
@@ -139,6 +141,7 @@ class DecodeState:
         None where every token is the argmax, whose log-probability is 0 under that distribution.
       keys: one per request.
       sampling: traced parameters of sampling.
+      draft_sampling: those whose temperature and filters drafts are drawn with; None: `sampling`.
       settings: parameters of the verifier; None if it has none.
       limits: the length at which a row stops.
       eos_ids: ids that stop a row, padded with −1.
@@ -179,6 +182,21 @@ class DecodeState:
     last_seen: DraftSignals | None
     draft_failed: Int[Array, " B"]
     config: StaticConfig = flax.struct.field(pytree_node=False)
+    draft_sampling: SamplingRows | None = None
+
+    def for_drafter(self) -> "DecodeState":
+        """Returns the state as its drafter sees it, with the drafter's temperature and filters.
+
+        Drafts are drawn from the distribution that these give, and `Draft.dist` is that one; so
+        the output distribution stays the target's.
+        """
+        if self.draft_sampling is None or self.config.draft_mode is None:
+            return self
+        mode = self.config.draft_mode._replace(native=self.config.mode.native)
+        return self.replace(
+            sampling=self.sampling.with_filters_of(self.draft_sampling),
+            config=self.config._replace(mode=mode),
+        )
 
 
 class ChainRows(NamedTuple):

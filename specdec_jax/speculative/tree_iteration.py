@@ -73,7 +73,10 @@ class TreeDecoding(ChainDecoding):
         # passes its limit.
         max_depth = jnp.where(state.done, 0, state.limits - state.lengths - 1)
         draft_state, draft = drafter.draft_tree(
-            state.draft_state, state, jnp.where(max_depth > 0, wanted, 0), max_depth
+            state.draft_state,
+            state.for_drafter(),
+            jnp.where(max_depth > 0, wanted, 0),
+            max_depth,
         )
         state = _note_failure(state, draft)
 

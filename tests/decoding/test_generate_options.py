@@ -133,6 +133,7 @@ CHANGES = {  # option: (changes to BASE, the option's other value)
     "gamma": ({}, [2, 1]),
     "tree": (dict(gamma="auto"), Tree.uniform((2, 1))),
     "sampling": ({}, SamplingConfig(temperature=3.0)),
+    "drafter_sampling": ({}, SamplingConfig(temperature=0.1)),
     "verifier": ({}, "gumbel"),
     "lenience": (LENIENT, [1.0, 0.01]),
     "typical_epsilon": (TYPICAL, [1e-4, 0.09]),

@@ -97,6 +97,7 @@ WITHOUT_JAX = {
     "Policy",
     "PromptLookupDrafter",
     "RandomDrafter",
+    "Calibrated",
     "CostAware",
     "SamplingConfig",
     "Stats",

@@ -56,6 +56,7 @@ CHOICES = {
     "entropy_bound": sd.EntropyBound(G, scale=0.2, threshold=[0.45, 0.53, 0.6] * (B // 3)),
     "confidence": sd.Confidence(G, threshold=0.6),
     "cost_aware": sd.CostAware(G, cost_ratio=[0.1, 0.4] * (B // 2), verify_cost=1.4),
+    "calibrated": sd.Calibrated(G, cost_ratio=[0.1, 0.4] * (B // 2), verify_cost=1.4),
 }
 
 
@@ -71,25 +72,20 @@ def test_every_policy_is_here():
 class Slow:
     """What a policy decides for one row, in pure Python; `p` holds its numbers."""
 
-    def __init__(self, p, maximum):
+    def __init__(self, p, maximum, calibrated=False):
         self.p, self.maximum, self.gamma, self.average, self.past = p, maximum, None, None, []
+        self.calibrated = calibrated
         if "start" in p:
             self.gamma = min(max(p["start"], p["minimum"]), maximum)
 
     def wanted(self):
         if self.gamma is not None:
             return self.gamma
-        if "cost_ratio" not in self.p:
+        if "cost_ratio" not in self.p or self.calibrated:
             return self.maximum
-        p, step = self.p, self.p["cost_ratio"] + (self.p["verify_cost"] - 1) / self.maximum
-        tokens = [sum(p["acceptance"] ** i for i in range(g + 1)) for g in range(self.maximum + 1)]
-        total = p["weight"] * max(t / (1 + g * step) for g, t in enumerate(tokens))
-        time, seen, kept = p["weight"], [0.0] * self.maximum, [0.0] * self.maximum
-        for drafted, accepted in self.past:
-            total, time = (
-                total * p["memory"] + accepted + 1,
-                time * p["memory"] + 1 + drafted * step,
-            )
+        p, (total, time, step) = self.p, self.rate()
+        seen, kept = [0.0] * self.maximum, [0.0] * self.maximum
+        for drafted, accepted, _ in self.past:
             for i in range(self.maximum):
                 seen[i] = seen[i] * p["memory"] + (i < drafted and i <= accepted)
                 kept[i] = kept[i] * p["memory"] + (i < accepted)
@@ -102,9 +98,43 @@ class Slow:
             count += 1
         return max(count, p["minimum"])
 
+    def rate(self):
+        """Tokens, the time they took, and that of one more drafted token."""
+        p, step = self.p, self.p["cost_ratio"] + (self.p["verify_cost"] - 1) / self.maximum
+        tokens = [sum(p["acceptance"] ** i for i in range(g + 1)) for g in range(self.maximum + 1)]
+        total = p["weight"] * max(t / (1 + g * step) for g, t in enumerate(tokens))
+        time = p["weight"]
+        for drafted, accepted, _ in self.past:
+            total = total * p["memory"] + accepted + 1
+            time = time * p["memory"] + 1 + drafted * step
+        return total, time, step
+
+    def acceptance(self, bucket):
+        """How often tokens of one bucket of q(x) were accepted; older ones count less."""
+        ends, p = [0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97, 1], self.p
+        kept, seen = p["weight"] * (ends[bucket] + ends[bucket + 1]) / 2, p["weight"]
+        for age, (drafted, accepted, probs) in enumerate(reversed(self.past)):
+            for i in range(min(drafted, accepted + 1)):
+                if ends[bucket] <= probs[i] < ends[bucket + 1]:
+                    kept += p["memory"] ** age * (i < accepted)
+                    seen += p["memory"] ** age
+        return kept / seen
+
+    def calibrated_length(self, wanted, probs):
+        (total, time, step), reach = self.rate(), 1.0
+        for i in range(wanted):
+            reach *= self.acceptance(
+                sum(probs[i] >= x for x in (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97))
+            )
+            if reach < total / time * step and i + 1 >= self.p["minimum"]:
+                return i + 1
+        return wanted
+
     def length(self, wanted, probs, entropies, vocab):
         """How many of the `wanted` tokens, whose q(x) and H(q) these are, are drafted."""
         p, n = self.p, wanted
+        if self.calibrated:
+            return self.calibrated_length(wanted, probs)
         if "smoothing" in p:
             n = min(
                 n,
@@ -132,12 +162,12 @@ class Slow:
         weights = [self.p["smoothing"] ** age for age in range(len(values))]
         return np.dot(weights, values) / sum(weights)
 
-    def update(self, drafted, accepted, entropies, vocab):
+    def update(self, drafted, accepted, probs, entropies, vocab):
         if "start" in self.p and drafted:
             up = self.p["up"] if accepted == drafted else -self.p["down"]
             self.gamma = min(max(self.gamma + up, self.p["minimum"]), self.maximum)
         if "cost_ratio" in self.p:
-            self.past.append((drafted, accepted))
+            self.past.append((drafted, accepted, probs))
         if "smoothing" in self.p and drafted:
             self.past.append(entropies[0] / math.log(vocab))
 
@@ -158,6 +188,7 @@ VARIED = {
         memory=[0.9, 1.0, 0.5, 0.8],
     ),
 }
+VARIED["calibrated"] = VARIED["cost_aware"]
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -166,7 +197,11 @@ def test_policies_equal_slow_versions(name):
     maximum, rows, vocab, rng = 6, 4, 50, np.random.default_rng(1)
     policy = POLICIES[name](maximum, **VARIED[name]).rows(rows)
     slow = [
-        Slow({key: values[row] for key, values in VARIED[name].items()}, maximum)
+        Slow(
+            {key: values[row] for key, values in VARIED[name].items()},
+            maximum,
+            name == "calibrated",
+        )
         for row in range(rows)
     ]
 
@@ -197,7 +232,7 @@ def test_policies_equal_slow_versions(name):
         accepted = rng.binomial(drafted, [0.9, 0.5, 0.8, 0.3]).astype(np.int32)
         state = update(policy, state, Outcome(drafted, accepted, seen))
         for row, one in enumerate(slow):
-            one.update(int(drafted[row]), int(accepted[row]), entropies[row], vocab)
+            one.update(int(drafted[row]), int(accepted[row]), probs[row], entropies[row], vocab)
     assert len(np.unique(all_lengths)) >= 3, "or nothing adapts"
 
 
@@ -211,6 +246,12 @@ def test_cost_aware_finds_the_best_fixed_gamma():
     for gamma, (alpha, c) in zip(wanted, itertools.product(alphas, costs)):
         best = max(improvement(alpha, g, c) for g in range(1, 17))
         assert improvement(alpha, int(gamma), c) == pytest.approx(best, rel=1e-4)
+
+
+def test_calibrated_is_for_chains_alone():
+    with pytest.raises(ValueError, match=r"gamma: got Calibrated\(.*with a tree, expected 'auto'"):
+        drafter, tree = sd.ModelDrafter(DRAFT), sd.Tree.uniform((2, 1))
+        sd.generate(TARGET, INPUTS, drafter=drafter, tree=tree, gamma=sd.Calibrated(2))
 
 
 def entropy_of(q):
@@ -234,6 +275,21 @@ ENUMERATED = {
     "entropy_bound": (*STATELESS, lambda q, x: 1 - math.sqrt(0.5 * entropy_of(q)) < 0.4),
     "confidence": (*STATELESS, lambda q, x: q[x] < 0.4),
 }
+
+
+def test_calibrated_learns_how_far_confidence_can_be_trusted():
+    """A drafter that is right whatever its q(x) drafts on; one that never is stops at once."""
+    policy = sd.Calibrated(8, cost_ratio=0.1).rows(2)
+    probs = np.tile(np.array([[0.4], [0.99]], np.float32), (1, 8))
+    seen, state = DraftSignals(probs, probs * 0, probs * 0), policy.init()
+    before = np.asarray(policy.goes_on(state, seen)).sum(axis=1)
+    for _ in range(30):
+        outcome = Outcome(np.full(2, 8, np.int32), np.array([8, 0], np.int32), seen)
+        state = policy.update(state, outcome)
+    after = np.asarray(policy.goes_on(state, seen)).sum(axis=1)
+    assert before[0] == 1 and before[1] == 8 and after[0] == 8 and after[1] <= 2
+    # What follows the first rejection was not examined and teaches nothing.
+    np.testing.assert_allclose(state.examined[1].sum() * 8, state.examined[0].sum(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("verifier", ["token", "block"])
@@ -306,8 +362,12 @@ def test_greedy_output_is_that_of_plain_decoding(name):
 
 @tiers.parametrize(
     "policy, verifier",
-    [(sd.Confidence(2, threshold=0.12), "block"), (sd.EntropyBound(2, scale=0.1), "token")],
-    ids=["confidence, block", "entropy bound, token"],
+    [
+        (sd.Confidence(2, threshold=0.12), "block"),
+        (sd.EntropyBound(2, scale=0.1), "token"),
+        (sd.Calibrated(2, cost_ratio=0.05), "block"),
+    ],
+    ids=["confidence, block", "entropy bound, token", "calibrated, block"],
     first=0,
 )
 def test_distribution_through_the_engine(policy, verifier):

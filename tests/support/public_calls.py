@@ -191,7 +191,13 @@ MORE: dict[str, Callable[[], object]] = {
     },
     **{
         f"policy {type(policy).__name__}": functools.partial(drafted, gamma=policy)
-        for policy in (sd.Confidence(3), sd.Entropy(3), sd.EntropyBound(3), sd.CostAware(3))
+        for policy in (
+            sd.Confidence(3),
+            sd.Entropy(3),
+            sd.EntropyBound(3),
+            sd.CostAware(3),
+            sd.Calibrated(3),
+        )
     },
     "gamma per input": lambda: generate(drafter=drafter(), gamma=[1, 2], max_new_tokens=[5, 3]),
     "shortlist": lambda: generate(drafter=sd.ModelDrafter(drafter().models[0], shortlist=12)),
