@@ -37,6 +37,11 @@ def make_optimizer(config: RunConfig) -> optax.GradientTransformation:
     return optax.chain(clip, muon, optax.scale_by_param_block_rms(), schedule)
 
 
+def make_online_optimizer(rate: float) -> optax.GradientTransformation:
+    """Returns Adam with a constant rate, for a trained drafter that goes on learning."""
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
+
+
 def _choose_matrices(params: dict) -> dict:
     """Returns a tree with Muon's dimensions for each matrix inside a layer, else None."""
 
