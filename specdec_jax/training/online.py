@@ -1,6 +1,7 @@
 """Trains a drafter on finished outputs while others are decoded (online speculative decoding)."""
 
 import collections
+import copy
 import io
 import json
 import os
@@ -65,17 +66,14 @@ class Agreement(NamedTuple):
     right_at_first: Any
 
 
-def weigh_errors(
+def online_loss(
     params: dict,
     batch: OnlineBatch,
     objective: Objective,
     first_params: dict,
     dropout_key: Array | None = None,
 ) -> tuple[Array, Agreement]:
-    """Returns the mean cross-entropy of new tokens, half of it at the drafter's errors.
-
-    (mean over tokens that are not its argmax + mean over those that are) / 2: there are fewer
-    errors, and only they cost calls of the target.
+    """Returns the mean cross-entropy of the new tokens, and what the drafter had right.
 
     Args:
       params: the drafter's parameters.
@@ -98,11 +96,9 @@ def weigh_errors(
     right = (jnp.argmax(logits, axis=-1) == labels) & counted
     right_at_first = (jnp.argmax(first, axis=-1) == labels) & counted
 
-    def mean(where: Array) -> Array:
-        return jnp.sum(loss, where=where) / jnp.maximum(jnp.sum(where), 1)
-
     counts = (jnp.sum(where, dtype=jnp.int32) for where in (counted, right, right_at_first))
-    return (mean(right) + mean(counted & ~right)) / 2, Agreement(*counts)
+    total = jnp.sum(counted, dtype=jnp.float32)
+    return jnp.sum(loss, where=counted) / jnp.maximum(total, 1), Agreement(*counts)
 
 
 @jax.jit
@@ -145,7 +141,7 @@ class OnlineDistillation:
         drafter: ModelDrafter,
         *,
         expected: int | None = None,
-        learning_rate: float = 3e-4,
+        learning_rate: float = 5e-4,
         share_of_time: float = 0.04,
     ):
         """Begins with a drafter as it was loaded; its weights are kept in float32 for training.
@@ -154,7 +150,7 @@ class OnlineDistillation:
           target: the target; its encoder is run again for a drafter that reads its output.
           drafter: the drafter; int8 weights and a shortlist are made anew after every update.
           expected: number of outputs there will be; None: unknown, as many as were seen.
-          learning_rate: Adam's, constant.
+          learning_rate: Adam's, constant, relative to the root mean square of each array.
           share_of_time: the most of the time, from the first output on, that it learns; 1 never
             waits and never ends.
 
@@ -182,7 +178,7 @@ class OnlineDistillation:
         self._waiting: dict[int, collections.deque] = {
             length: collections.deque(maxlen=_BATCH_IDS // length) for length in _LENGTHS
         }
-        self._drafter = self._make_drafter()
+        self._drafter = _mark(copy.copy(drafter))
         self._compiled: set[int] = set()
         self._clock: float | None = None
         self._before, self._cost, self._saved = 0.0, 0.0, 0
@@ -235,7 +231,7 @@ class OnlineDistillation:
             0,
             objective=self._objective,
             optimizer=self._optimizer,
-            loss=weigh_errors,
+            loss=online_loss,
         )
         self._drafter = self._make_drafter()
         self.agreements.append(Agreement(*map(int, jax.device_get(agreement))))
@@ -325,7 +321,9 @@ class OnlineDistillation:
     def _make_drafter(self) -> ModelDrafter:
         """Returns a drafter with the current weights, rounded and laid out like the first one's."""
         first = self._first
-        model, ids = first.model, first.shortlist and np.asarray(first.shortlist.ids)
+        model, ids = first.model, None
+        if first.shortlist is not None:
+            ids = np.unique(first.shortlist.ids)  # without its padding
         params = _copy(self._state.params, self._dtypes)
         if model.quantized:
             tied = model.config.logits_via_embedding
@@ -341,9 +339,7 @@ class OnlineDistillation:
             encoder_fingerprint=model.encoder_fingerprint,
             generation_config=model.generation_config,
         )
-        drafter = ModelDrafter(model, ids, first.int8)
-        drafter.remembers = True
-        return drafter
+        return _mark(ModelDrafter(model, ids, first.int8))
 
     def _compare(self) -> None:
         """Ends the learning where it does not pay; see the class."""
@@ -359,12 +355,18 @@ class OnlineDistillation:
         if most < 0:
             self.ended = "the drafter became worse, its first weights are used again"
             self._state = TrainState.begin(_copy(self._first_params), self._optimizer)
-            self._drafter = self._make_drafter()
+            self._drafter = _mark(copy.copy(self._first))
         elif saved < self._cost:
             self.ended = "another update would take longer than it saves"
 
 
 _COUNTS = ("updates", "outputs", "seconds", "compile_seconds", "ended", "_calls", "_tokens")
+
+
+def _mark(drafter: ModelDrafter) -> ModelDrafter:
+    """Returns the drafter, marked as one that knows outputs."""
+    drafter.remembers = True
+    return drafter
 
 
 def _copy(params: dict, dtypes: dict | None = None) -> dict:
