@@ -39,7 +39,7 @@ class Drafter:
         rate can be computed by scoring texts with both models.
       remembers: whether it knows outputs of other rows or calls, which may be set for one instance.
         Above temperature 0 it takes `verifier="gumbel"` only: a draft that knows what was drawn
-        with the key it is judged with would bias the sample, and samples would depend on their
+        with the key it is verified with would bias the sample, and samples would depend on their
         batch. Gumbel coupling draws the same whatever is drafted.
     """
 
