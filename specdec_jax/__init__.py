@@ -51,6 +51,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares it with the 
     from specdec_jax.speculative.sampling import SamplingConfig
     from specdec_jax.speculative.trees import Chains, DynamicTree, Tree
     from specdec_jax.speculative.verifier import Verifier
+    from specdec_jax.training.online import OnlineDistillation
 
 __version__ = "0.1.0"
 
@@ -91,6 +92,7 @@ _NAMES = {
     "speculative.sampling": "SamplingConfig",
     "speculative.trees": "Chains DynamicTree Tree",
     "speculative.verifier": "Verifier",
+    "training.online": "OnlineDistillation",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_MODULES)

@@ -3,13 +3,15 @@
 Outputs come in order.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,6 +29,7 @@ from specdec_jax.decoding.checks import (
     check_prompts,
     check_stop,
     list_in_words,
+    unsupported,
 )
 from specdec_jax.decoding.config_files import to_plain
 from specdec_jax.decoding.continuous_batching import (
@@ -45,7 +48,8 @@ from specdec_jax.decoding.results import NonFiniteLogitsError
 from specdec_jax.decoding.search_options import check_beam_options, check_drafting, check_greedy
 from specdec_jax.decoding.stream import Piece, stream
 from specdec_jax.decoding.trees import check_beside_tree
-from specdec_jax.files.progress import Progress
+from specdec_jax.drafters import named
+from specdec_jax.files.progress import Progress, print_line
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import check_output, is_pass_through, open_new_file
 from specdec_jax.models.arguments import document_fields, make_option
@@ -57,6 +61,10 @@ from specdec_jax.speculative.randomness import make_key
 from specdec_jax.speculative.verifiers import LOSSY
 from specdec_jax.tokenizers.vocabularies import check_texts
 
+if TYPE_CHECKING:  # optax takes its time
+    from specdec_jax.training.online import OnlineDistillation
+
+_SAVE_SECONDS = 30.0  # between two times that what was learnt is saved
 # Options that do not decide the lines of an output file: the models' and the sentences' contents
 # do, and those of the configuration are compared as its fields.
 _NOT_DECIDING = {
@@ -83,6 +91,9 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         ende/sentences.txt: English sentences that come with the package
       output_file: file for the outputs instead of standard output; what is finished is kept beside
         it (.partial), so that the same command resumes after a kill
+      learn: train the drafter, a model, on finished outputs while others are decoded, for at most 4
+        percent of the time and only as long as it pays; above temperature 0 with --verifier=gumbel;
+        with --output_file what was learnt is kept beside it (.learned) until the end
       task: seqio task or mixture to decode instead of sentences; prints a JSON object for every
         example, as T5X's infer does, with the prediction's ids, then the task's metrics; inputs are
         cut to --max_input_length
@@ -98,6 +109,7 @@ class GenerateOptions(GenerationFlags, ModelOptions):
     non_finite: str = "report"
     input_file: str | None = None
     output_file: str | None = None
+    learn: bool = False
     task: str | None = None
     split: str | None = make_option(None, "split of --task (default: test)")
     module_import: tuple[str, ...] = ()
@@ -124,6 +136,7 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         super().check()
         config = self.configuration()
         self._check_beams(config)
+        self._check_learn()
         check_beside_tree(config.tree, config.verifier)
         check_at_least(1, batch_size=self.rows)
         check_texts("stop", check_stop(config.stop, config.deadline))
@@ -151,6 +164,17 @@ class GenerateOptions(GenerationFlags, ModelOptions):
             raise UnsupportedCombination("stream: got True with num_beams, expected none")
         check_greedy(self.sampling().mode, self.sampling().temperature)
         check_drafting(None, config.gamma)
+
+    def _check_learn(self) -> None:
+        """Rejects `learn` where no drafter can be trained, before a model is loaded."""
+        if not self.learn:
+            return
+        for name, what in (("stream", "no stream"), ("mesh", "one device")):
+            if given := getattr(self, name):
+                raise unsupported("learn", f"True with {name}={given!r}", what)
+        if not self.drafts or named.needs_no_model(self.drafter or ""):
+            got = f"True with drafter={self.drafter!r}, gamma={self.policy!r}"
+            raise unsupported("learn", got, "a drafter that is a model, and gamma of at least 1")
 
     def _check_task(self, config: GenerationConfig) -> None:
         """Rejects options that mean nothing with a task, or nothing without one."""
@@ -182,6 +206,7 @@ class _Job(NamedTuple):
     Attributes:
       options, config: of the command, and its options of decoding.
       target, drafter: the models.
+      learner: what trains the drafter while it drafts, or None.
       outputs: number of outputs for every input.
       source: `Sentences`, or the examples of a task.
       endings: counts how outputs end.
@@ -191,6 +216,7 @@ class _Job(NamedTuple):
     config: GenerationConfig
     target: LanguageModel
     drafter: Drafter | None
+    learner: "OnlineDistillation | None"
     outputs: int
     source: Any
     endings: Endings
@@ -230,7 +256,15 @@ def run(
         lengths = [len(row) if is_decoder_only(target) else 1 for row in ids]
         drafts = drafter if options.drafts else None
         check_prompts(target, drafts, lengths, np.array(_limit_new_tokens(config, target, lengths)))
-    job = _Job(options, config, target, drafter, outputs, source, endings)
+    learner = None
+    if options.learn:
+        from specdec_jax.training.online import OnlineDistillation
+
+        model: Any = drafter  # anything else is rejected
+        expected = outputs * len(source.inputs)
+        learner = OnlineDistillation(target, model, expected=expected)
+        drafter = learner.drafter
+    job = _Job(options, config, target, drafter, learner, outputs, source, endings)
     if options.resumes:
         _write_file(job, on_start)
     elif options.stream:
@@ -241,6 +275,8 @@ def run(
             source.finish(lines, None)
         for _ in lines:
             pass
+    if learner is not None:
+        print_line(f"--learn: {learner.summary()}")
     return endings.report(len(source.inputs))
 
 
@@ -284,7 +320,8 @@ def _decode(job: _Job) -> Iterator[str]:
         batch_size=options.rows,
         seed=options.seed,
         config=job.config,
-        drafter=job.drafter,
+        learner=job.learner,
+        **({} if job.learner else {"drafter": job.drafter}),
     )
     by_input = zip(*[outputs] * job.outputs)
     quiet = sys.stdout.isatty()  # which shows the outputs
@@ -319,7 +356,7 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
     file is written, so that a kill in between leaves the journal; if they fail the file is written
     all the same.
     """
-    options, config, target, drafter, _, source, endings = job
+    options, config, target, drafter, learner, _, source, endings = job
     inputs, key = source.inputs, make_key(options.seed)
     assert options.output_file
     rows = choose_batch_size(target, options.rows, len(inputs))
@@ -340,16 +377,18 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
                 target,
                 inputs,
                 config=config,
-                drafter=drafter,
+                **({"learner": learner} if learner and drafter else {"drafter": drafter}),
                 key=key,
                 batch_size=rows,
                 refill=should_refill(rows, len(inputs), config.deadline),
                 skip=journal.done,
             )
-            for number, rows_of_one in outputs:
-                lines = source.lines(number, rows_of_one)
-                journal.add(number, lines, endings.add(number, rows_of_one))
-                progress.advance()
+            with _keep_learned(learner, journal) as save:
+                for number, rows_of_one in outputs:
+                    lines = source.lines(number, rows_of_one)
+                    journal.add(number, lines, endings.add(number, rows_of_one))
+                    save()
+                    progress.advance()
         try:
             if options.task:
                 source.finish(journal.lines(), options.output_file)
@@ -357,6 +396,35 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
             journal.finish()
             raise
         journal.finish()
+        if learner is not None:
+            _learned_path(journal).unlink(missing_ok=True)
+
+
+def _learned_path(journal: Journal) -> pathlib.Path:
+    """Returns the path of what a learner keeps beside the journal."""
+    return journal.path.with_suffix(".learned")
+
+
+@contextlib.contextmanager
+def _keep_learned(
+    learner: "OnlineDistillation | None", journal: Journal
+) -> Iterator[Callable[[], None]]:
+    """Restores what a learner kept, and yields what saves it now and then.
+
+    It is called when a result is in the journal, and the learner sees a result only later: what is
+    saved never knows a row that a resumed job decodes again.
+    """
+    if learner is None:
+        yield lambda: None
+        return
+    path = _learned_path(journal)
+    if path.exists():
+        learner.restore(path)
+    try:
+        yield lambda: learner.save(path, every=_SAVE_SECONDS)
+    except BaseException:
+        learner.save(path)
+        raise
 
 
 def _restore(job: _Job, journal: Journal, progress: Progress) -> None:

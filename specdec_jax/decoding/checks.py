@@ -14,7 +14,7 @@ from specdec_jax.speculative import verifiers
 from specdec_jax.speculative.beam_drafter import BeamDrafter
 from specdec_jax.speculative.drafter import Drafter, TreeDrafter, can_draft_chains
 from specdec_jax.speculative.policy import Policy
-from specdec_jax.speculative.sampling import FILTERS, SamplingConfig
+from specdec_jax.speculative.sampling import FILTERS, SamplingConfig, SamplingMode
 from specdec_jax.speculative.verifier import BaseVerifier
 
 _LISTED = 10  # the most numbers of inputs in a message
@@ -129,6 +129,14 @@ def check_pair(target: LanguageModel, drafter: Drafter) -> None:
             got = f"{name}, which does not define {method}"
             raise ValueError(f"drafter: got {got}, expected that it does")
     drafter.check(target)
+
+
+def check_memory(drafter: Drafter, verifier: BaseVerifier, mode: SamplingMode) -> None:
+    """Raises UnsupportedCombination where outputs would depend on what a drafter `remembers`."""
+    if drafter.remembers and not (verifier.coupled or (mode.greedy and verifier.exact)):
+        got = f"{verifier.name!r} with a drafter that learns from outputs"
+        expected = "an exact verifier" if mode.greedy else "'gumbel' above temperature 0"
+        raise unsupported("verifier", got, expected)
 
 
 def check_policy(gamma: Any, drafter: Drafter) -> None:

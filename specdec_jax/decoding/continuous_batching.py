@@ -29,6 +29,7 @@ from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.generate import FOREVER, STOP_EVERY, advance, complete, mark_stopped
 from specdec_jax.decoding.generation_config import ConfigOrPath, document_options, split_options
 from specdec_jax.decoding.keys import fold_keys
+from specdec_jax.decoding.learning import Learner, teach, update_drafter
 from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.results import (
@@ -96,6 +97,7 @@ def decode_stream(
     batch_size: int = 8,
     refill: bool = True,
     skip: Collection[int] = (),
+    learner: Learner | None = None,
     **options: Any,
 ) -> Iterator[tuple[int, tuple[Output, ...]]]:
     """Decodes many inputs and yields (number of the input, its outputs) as they are finished.
@@ -110,12 +112,15 @@ def decode_stream(
       refill: whether finished rows are refilled with the next inputs. False decodes batches of like
         length, each of which runs until its last row is done.
       skip: numbers of inputs that are left out; keys and shapes of the others stay as they are.
+      learner: improves its drafter, which drafts, on the outputs (`OnlineDistillation`). It sees an
+        output when the next one is asked for, so keep it before.
       config, options: as for `generate`; options may have one value per input. With `non_finite` =
         "report" one input whose logits are not finite numbers does not end the job.
 
     Raises:
       ValueError: as for `generate`, before anything compiles.
-      UnsupportedCombination: a deadline with `refill`; only batches can have one.
+      UnsupportedCombination: a deadline with `refill`; only batches can have one. Or a learner
+        and another drafter; or a learner above temperature 0 without `verifier="gumbel"`.
     """
     batch_size = arguments.check_integer("batch_size", batch_size, 1)
     refill = arguments.check_flag("refill", refill)
@@ -128,11 +133,21 @@ def decode_stream(
             f"deadline: got {config.deadline} with refill=True, expected refill=False: "
             "only a batch has an end"
         )
+    if learner is not None and data.drafter is not None:
+        raise UnsupportedCombination(
+            f"drafter: got {data.drafter!r} with a learner, expected none: it has its own"
+        )
+    if learner is not None:
+        data = data._replace(drafter=learner.drafter)
     plan = plan_decoding(target, inputs, config=config, batch_size=batch_size, **data._asdict())
     plan, skipped = autotune.autotune(plan), frozenset(map(int, left_out))
+    if learner is not None:  # what it has accepted tells nothing of the drafter that it began with
+        plan = dataclasses.replace(plan, costs_key=None)
     refill &= plan.config.strategy.commits_tokens
     decode = _decode_queues if refill else _decode_batches
-    outputs = decode(target, plan, batch_size, skipped)
+    outputs = decode(target, plan, batch_size, skipped, learner)
+    if learner is not None:
+        outputs = teach(outputs, plan, learner)
     return outputs if config.non_finite == "report" else _check_outputs(outputs)
 
 
@@ -146,6 +161,7 @@ def decode_all(
     seed: int,
     first: int = 0,
     refill: bool = True,
+    learner: Learner | None = None,
     **options: Any,
 ) -> Iterator[Output]:
     """Decodes inputs and yields their outputs in order, `num_samples` for each.
@@ -158,6 +174,7 @@ def decode_all(
         on its batch.
       first: number of the first input, if `inputs` are a part of more.
       refill: as for `decode_stream`; ignored where refilling gains nothing, and with a deadline.
+      learner: as for `decode_stream`; it may see an output before that is yielded.
       config, options: as for `generate`.
     """
     config, _ = split_options(config, options)
@@ -171,6 +188,7 @@ def decode_all(
             config=config,
             batch_size=rows,
             refill=refill and should_refill(rows, len(window), config.deadline),
+            learner=learner,
             key=keys,
             **options,
         )
@@ -220,7 +238,7 @@ def _check_outputs(
 
 @isolated
 def _decode_batches(
-    target: LanguageModel, plan: Plan, size: int, skip: frozenset[int]
+    target: LanguageModel, plan: Plan, size: int, skip: frozenset[int], learner: Learner | None
 ) -> Iterator[tuple[int, tuple[Output, ...]]]:
     """Yields the outputs of batches of like length, but of those that are skipped whole."""
     order = np.argsort(plan.lengths + plan.prefix_lengths, kind="stable").tolist()
@@ -228,6 +246,7 @@ def _decode_batches(
         numbers, start_time = order[first : first + size], time.monotonic()
         if skip.issuperset(numbers):
             continue
+        plan = update_drafter(plan, learner)
         result = complete(target, plan, numbers + [-1] * (size - len(numbers)), start_time)
         autotune.record(plan.request(), result)
         outputs = iter(_collect_outputs(result))
@@ -256,16 +275,21 @@ def make_queues(lengths: Sequence[int], size: int) -> list[tuple[int, list[int]]
 
 @isolated
 def _decode_queues(
-    target: LanguageModel, plan: Plan, size: int, skip: frozenset[int]
+    target: LanguageModel, plan: Plan, size: int, skip: frozenset[int], learner: Learner | None
 ) -> Iterator[tuple[int, tuple[Output, ...]]]:
     for width, numbers in make_queues(plan.input_lengths.tolist(), size):
         numbers = [number for number in numbers if number not in skip]
         if numbers:
-            yield from _decode_queue(target, plan, size, width, numbers)
+            yield from _decode_queue(target, plan, size, width, numbers, learner)
 
 
 def _decode_queue(
-    target: LanguageModel, plan: Plan, size: int, width: int, numbers: list[int]
+    target: LanguageModel,
+    plan: Plan,
+    size: int,
+    width: int,
+    numbers: list[int],
+    learner: Learner | None,
 ) -> Iterator[tuple[int, tuple[Output, ...]]]:
     """Yields the outputs of inputs, padded to `width`, from one state of `size` inputs."""
     rules, samples, request = plan.network.rules, plan.samples, plan.request()
@@ -290,6 +314,7 @@ def _decode_queue(
                 yield number, tuple(output for _, output in sorted(gathered.pop(number).items()))
 
     while queue or ready or np.any(owners >= 0):
+        plan = update_drafter(plan, learner)
         while (queue or ready) and np.any(owners < 0):
             if not ready:
                 chosen = [queue.popleft() if queue else -1 for _ in range(ahead)]

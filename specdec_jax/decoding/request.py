@@ -19,6 +19,7 @@ from specdec_jax.decoding.checks import (
     check_eos_ids,
     check_input_lengths,
     check_limits,
+    check_memory,
     check_pair,
     check_per_row,
     check_policy,
@@ -315,6 +316,8 @@ def plan(
     parameters = "lenience", "typical_epsilon", "typical_delta", "synthetic_alpha"
     given = {name: getattr(config, name) for name in parameters}
     settings = verifier_settings(verifier, sampling, width, batch, **given)
+    if drafter is not None:
+        check_memory(drafter, verifier, sampling.mode)
     check_limits(sampling, limits, samples)
     stop = check_stop(config.stop, config.deadline, target)
     empty, drafter = empty_rows(target, inputs, lengths), drafter if width else None

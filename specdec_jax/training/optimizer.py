@@ -37,6 +37,20 @@ def make_optimizer(config: RunConfig) -> optax.GradientTransformation:
     return optax.chain(clip, muon, optax.scale_by_param_block_rms(), schedule)
 
 
+def make_online_optimizer(rate: float) -> optax.GradientTransformation:
+    """Returns Adam with a constant rate, for a trained drafter that goes on learning.
+
+    As in `make_optimizer`, the step is multiplied by the root mean square of each array: without
+    it a rate that moves the matrices at all destroys the scales of the norms.
+    """
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(),
+        optax.scale_by_param_block_rms(),
+        optax.scale(-rate),
+    )
+
+
 def _choose_matrices(params: dict) -> dict:
     """Returns a tree with Muon's dimensions for each matrix inside a layer, else None."""
 
