@@ -21,20 +21,9 @@ from specdec_jax.commands.options import ModelOptions, check_at_least, is_same_f
 from specdec_jax.commands.output_lines import Sentences, join_lines, to_json
 from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.commands.sentences import read_sentences
-from specdec_jax.decoding import autotune
-from specdec_jax.decoding.checks import (
-    UnsupportedCombination,
-    check_prompts,
-    check_stop,
-    list_in_words,
-)
+from specdec_jax.decoding import autotune, checks, continuous_batching
+from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.config_files import to_plain
-from specdec_jax.decoding.continuous_batching import (
-    choose_batch_size,
-    decode_all,
-    decode_stream,
-    should_refill,
-)
 from specdec_jax.decoding.defaults import fill_limits, fill_search, read_defaults
 from specdec_jax.decoding.generation_config import BEAM_FIELDS, GenerationConfig
 from specdec_jax.decoding.inputs import encode
@@ -46,7 +35,7 @@ from specdec_jax.decoding.search_options import check_beam_options, check_drafti
 from specdec_jax.decoding.stream import Piece, stream
 from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.files.progress import Progress
-from specdec_jax.files.reading import digest
+from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import check_output, is_pass_through, open_new_file
 from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.language_model import LanguageModel
@@ -126,7 +115,7 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         self._check_beams(config)
         check_beside_tree(config.tree, config.verifier)
         check_at_least(1, batch_size=self.rows)
-        check_texts("stop", check_stop(config.stop, config.deadline))
+        check_texts("stop", checks.check_stop(config.stop, config.deadline))
         check_output(self.output_file, "output_file")
         if self.output_file and self.stream:
             got = f"stream: got True with output_file={self.output_file!r}"
@@ -136,8 +125,7 @@ class GenerateOptions(GenerationFlags, ModelOptions):
             raise ValueError(f"{got}, expected another file")
         if self.stream and self.rows * config.num_samples > 1:
             got = f"batch_size={self.rows}, num_samples={config.num_samples}"
-            expected = "1 of each: outputs would run into each other"
-            raise UnsupportedCombination(f"stream: got {got}, expected {expected}")
+            raise checks.unsupported("stream", got, "1 of each: outputs would run into each other")
         self._check_task(config)
 
     def _check_beams(self, config: GenerationConfig) -> None:
@@ -160,8 +148,7 @@ class GenerateOptions(GenerationFlags, ModelOptions):
             where, expected = "without a task", "--task"
             names = ("split", "module_import", "score_targets", "tfds_data_dir")
         elif config.num_samples > 1:
-            got = f"num_samples: got {config.num_samples} {where}"
-            raise UnsupportedCombination(f"{got}, expected 1")
+            raise checks.unsupported("num_samples", f"{config.num_samples} {where}", "1")
         for name in names:
             if value := getattr(self, name):
                 raise UnsupportedCombination(f"{name}: got {value!r} {where}, expected {expected}")
@@ -229,7 +216,9 @@ def run(
         source = Sentences(ids, sentences, options.json)
         lengths = [len(row) if is_decoder_only(target) else 1 for row in ids]
         drafts = drafter if options.drafts else None
-        check_prompts(target, drafts, lengths, np.array(_limit_new_tokens(config, target, lengths)))
+        checks.check_prompts(
+            target, drafts, lengths, np.array(_limit_new_tokens(config, target, lengths))
+        )
     job = _Job(options, config, target, drafter, outputs, source, endings)
     if options.resumes:
         _write_file(job, on_start)
@@ -278,7 +267,7 @@ def _find_examples(options: GenerateOptions, config: GenerationConfig) -> Callab
 def _decode(job: _Job) -> Iterator[str]:
     """Yields the lines of all outputs in the order of the inputs, and counts how they ended."""
     inputs, options = job.source.inputs, job.options
-    outputs = decode_all(
+    outputs = continuous_batching.decode_all(
         job.target,
         inputs,
         batch_size=options.rows,
@@ -322,7 +311,7 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
     options, config, target, drafter, _, source, endings = job
     inputs, key = source.inputs, make_key(options.seed)
     assert options.output_file
-    rows = choose_batch_size(target, options.rows, len(inputs))
+    rows = continuous_batching.choose_batch_size(target, options.rows, len(inputs))
     # Rejects bad arguments before there is a journal.
     plan = plan_decoding(target, inputs, config=config, drafter=drafter, key=key, batch_size=rows)
     measures = config.gamma == "auto" and config.tree is None
@@ -336,14 +325,14 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
         with Progress("decoding", len(inputs), "sentences") as progress:
             endings.say = progress.message  # above the bar
             _restore(job, journal, progress)
-            outputs = decode_stream(
+            outputs = continuous_batching.decode_stream(
                 target,
                 inputs,
                 config=config,
                 drafter=drafter,
                 key=key,
                 batch_size=rows,
-                refill=should_refill(rows, len(inputs), config.deadline),
+                refill=continuous_batching.should_refill(rows, len(inputs), config.deadline),
                 skip=journal.done,
             )
             for number, rows_of_one in outputs:
@@ -372,7 +361,7 @@ def _restore(job: _Job, journal: Journal, progress: Progress) -> None:
     for number, note in journal.notes.items():
         job.endings.restore(number, note, job.outputs)
     if job.endings.failed and job.config.non_finite == "raise":
-        got = f"{list_in_words('sentence', job.endings.failed, total)} without output"
+        got = f"{checks.list_in_words('sentence', job.endings.failed, total)} without output"
         raise ValueError(f"{journal.path}: got {got}, expected --non_finite=report")
 
 
@@ -405,8 +394,7 @@ def _use_costs(
         ):
             policy = Auto(**{**record, "costs": tuple(costs)})
             return dataclasses.replace(config, gamma=policy), drafter
-    got = f"{journal.path}: got {str(record)[:80]!r}"
-    raise ValueError(f"{got}, expected costs of iterations")
+    raise mismatch_error(journal.path, repr(str(record)[:80]), "costs of iterations")
 
 
 def _deciding_options(
