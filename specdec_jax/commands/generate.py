@@ -24,6 +24,7 @@ from specdec_jax.commands.sentences import read_sentences
 from specdec_jax.decoding import autotune, checks, continuous_batching
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.config_files import to_plain
+from specdec_jax.decoding.continuous_batching import decode_all, decode_stream
 from specdec_jax.decoding.defaults import fill_limits, fill_search, read_defaults
 from specdec_jax.decoding.generation_config import BEAM_FIELDS, GenerationConfig
 from specdec_jax.decoding.inputs import encode
@@ -267,7 +268,7 @@ def _find_examples(options: GenerateOptions, config: GenerationConfig) -> Callab
 def _decode(job: _Job) -> Iterator[str]:
     """Yields the lines of all outputs in the order of the inputs, and counts how they ended."""
     inputs, options = job.source.inputs, job.options
-    outputs = continuous_batching.decode_all(
+    outputs = decode_all(
         job.target,
         inputs,
         batch_size=options.rows,
@@ -325,7 +326,7 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
         with Progress("decoding", len(inputs), "sentences") as progress:
             endings.say = progress.message  # above the bar
             _restore(job, journal, progress)
-            outputs = continuous_batching.decode_stream(
+            outputs = decode_stream(
                 target,
                 inputs,
                 config=config,

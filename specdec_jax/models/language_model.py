@@ -16,12 +16,21 @@ from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.backends.jax_settings import check_not_traced, isolated
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.files.reading import mismatch_error, quote_value
-from specdec_jax.models import fingerprints, network, weight_layouts
+from specdec_jax.models import fingerprints, weight_layouts
 from specdec_jax.models.dummy_weights import make_dummy_params
 from specdec_jax.models.family import ModelConfig, check_uses_backend
 from specdec_jax.models.forks import check_process
 from specdec_jax.models.model_defaults import ModelDefaults
-from specdec_jax.models.network import Network
+from specdec_jax.models.network import (
+    Network,
+    check_positions,
+    continuation_logits,
+    is_decoder_only,
+    join,
+    lay_out,
+    random_params,
+    teacher_forced_logits,
+)
 from specdec_jax.models.padding import remove_padding
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 
@@ -102,7 +111,7 @@ class LanguageModel:
             )
         if rules is not None:
             rules.check(config)
-            network.lay_out(params, rules)
+            lay_out(params, rules)
         platform = jax.default_backend() if rules is None else rules.mesh.devices.flat[0].platform
         backend = choose_backend(platform, rules, native) if config.uses_backend else Backend()
         packed = weight_layouts.pack(params, native, backend.joins_weights)
@@ -132,9 +141,7 @@ class LanguageModel:
 
         def make() -> dict:
             key = jax.random.key(seed) if rules is None else rules.put(jax.random.key(seed))
-            return network.random_params(
-                key, module=config.module(), dtype=config.dtype, rules=rules
-            )
+            return random_params(key, module=config.module(), dtype=config.dtype, rules=rules)
 
         options = {"name": "random", "vocabulary": vocabulary, **options}
         return cls._from_function(config, make, rules, quantize, **options)
@@ -262,7 +269,7 @@ class LanguageModel:
             raise mismatch_error("encoder", got, expected)
         decoder_tokens = np.asarray(decoder_tokens, np.int32)
         if inputs is None:
-            if not network.is_decoder_only(self):
+            if not is_decoder_only(self):
                 raise mismatch_error("inputs", "None for a model with an encoder", "ids [B, L]")
             inputs = np.zeros((len(decoder_tokens), 0))
         inputs = np.asarray(inputs, np.int32)
@@ -270,15 +277,11 @@ class LanguageModel:
         inside = np.arange(inputs.shape[1]) < input_lengths[:, None]
         self._check_tokens("inputs", inputs[inside])
         self._check_tokens("decoder_tokens", decoder_tokens)
-        if not network.is_decoder_only(self):
+        if not is_decoder_only(self):
             call = inputs, input_lengths, decoder_tokens, encoder and encoder.network
-            return network.teacher_forced_logits(self.network, *call)
-        network.check_positions(
-            self.config, int(max(input_lengths, default=0)) + decoder_tokens.shape[1]
-        )
-        return network.continuation_logits(
-            self.network, *network.join(inputs, input_lengths, decoder_tokens)
-        )
+            return teacher_forced_logits(self.network, *call)
+        check_positions(self.config, int(max(input_lengths, default=0)) + decoder_tokens.shape[1])
+        return continuation_logits(self.network, *join(inputs, input_lengths, decoder_tokens))
 
     def _check_tokens(self, name: str, tokens: Int[np.ndarray, "..."]) -> None:
         wrong = tokens[(tokens < 0) | (tokens >= self.config.vocab_size)]

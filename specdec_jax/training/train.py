@@ -27,7 +27,7 @@ from specdec_jax.training import corpus, losses, run_folder
 from specdec_jax.training.batches import BucketedBatches
 from specdec_jax.training.config import ExamplesConfig, TrainConfig, expect
 from specdec_jax.training.depth_expansion import deepen
-from specdec_jax.training.losses import Metrics, Objective, TeacherAgreement, TrainState
+from specdec_jax.training.losses import Metrics, Objective, TeacherAgreement, TrainState, train_step
 from specdec_jax.training.optimizer import make_optimizer
 from specdec_jax.training.run_folder import Checkpoints, Reporter
 from specdec_jax.training.run_vocabulary import RunVocabulary, choose_vocabulary
@@ -243,7 +243,7 @@ class Run:
 
     def step(self, state: TrainState, step: int) -> tuple[TrainState, Metrics]:
         """Takes the step with number `step`."""
-        return losses.train_step(
+        return train_step(
             state,
             self.batches[step],
             self.teacher_params,
