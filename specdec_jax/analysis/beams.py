@@ -12,13 +12,7 @@ import numpy as np
 from specdec_jax.analysis import comparison, machine, near_ties, verdicts
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.timing import summarize
-from specdec_jax.analysis.variants import (
-    SentenceBatch,
-    Variant,
-    Workload,
-    list_differences,
-    make_decoder,
-)
+from specdec_jax.analysis.variants import SentenceBatch, Variant, Workload
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.decoding.results import GenerationResult
@@ -86,10 +80,12 @@ def benchmark_beams(
     target, drafter, batches, options = workload
     choices = beam_choices(workload, options.gammas, options.beam_width or (None,))
     searches = {
-        str(choice): Variant(choice.gamma, make_decoder(target, choice.arguments(drafter, options)))
+        str(choice): Variant(
+            choice.gamma, analysis_variants.make_decoder(target, choice.arguments(drafter, options))
+        )
         for choice in choices
     }
-    greedy = Variant(0, make_decoder(target, options.decoding(plain=True)))
+    greedy = Variant(0, analysis_variants.make_decoder(target, options.decoding(plain=True)))
     variants = searches | {"greedy": greedy} | dict(others or {})
     analysis_variants.warm_up(variants, {}, batches)
     analysis_variants.time_passes(variants, batches, options.repeats, "timing")
@@ -155,4 +151,4 @@ def _find_differences(
         scores = [float(ours.scores[row]), float(other.scores[row])]
         return {"margin": margin, "near_tie": margin <= MARGIN, "scores": scores}
 
-    return list_differences(theirs, plain, batches, measure)
+    return analysis_variants.list_differences(theirs, plain, batches, measure)

@@ -26,14 +26,7 @@ from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.timing import Call, CallShape, Spread, Times
 from specdec_jax.analysis.top_k_hit_rate import HitRates
 from specdec_jax.analysis.tuning import Choice
-from specdec_jax.analysis.variants import (
-    SentenceBatch,
-    Variant,
-    Workload,
-    describe_differing,
-    list_differences,
-    make_decoder,
-)
+from specdec_jax.analysis.variants import SentenceBatch, Variant, Workload
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.trees import resolve_tree
@@ -117,22 +110,26 @@ def _read_trees(drafter: Drafter | None, options: Any) -> dict[str, Tree | Dynam
 def _make_variants(workload: Workload, trees: Iterable[str]) -> dict[str, Variant]:
     """Returns plain decoding, a chain for every γ and synthetic acceptance rate, and the trees."""
     target, drafter, _, options = workload
-    variants = {"plain": Variant(0, make_decoder(target, options.decoding(plain=True)))}
+    variants = {
+        "plain": Variant(0, analysis_variants.make_decoder(target, options.decoding(plain=True)))
+    }
     chains = drafter is not None and (options.synthetic_alpha or not options.preset)
     for gamma in options.gammas if chains else ():
         how = options.decoding() | {"drafter": drafter, "gamma": options.gamma_of(gamma)}
         if not options.synthetic_alpha:
-            variants[f"gamma {gamma}"] = Variant(gamma, make_decoder(target, how))
+            variants[f"gamma {gamma}"] = Variant(gamma, analysis_variants.make_decoder(target, how))
         for alpha in options.synthetic_alpha:
             synthetic = how | dict(verifier=SYNTHETIC.name, synthetic_alpha=alpha)
             variants[f"gamma {gamma}, alpha {alpha:g}"] = Variant(
-                gamma, make_decoder(target, synthetic), synthetic_alpha=alpha
+                gamma, analysis_variants.make_decoder(target, synthetic), synthetic_alpha=alpha
             )
     for text in trees:
         tree = read_tree(text)
         how = Choice(tree.depth, "block", text).arguments(drafter, options)
         how["gamma"] = options.gamma_of("auto", tree)
-        variants[f"tree {text}"] = Variant(tree.size - 1, make_decoder(target, how), tree=text)
+        variants[f"tree {text}"] = Variant(
+            tree.size - 1, analysis_variants.make_decoder(target, how), tree=text
+        )
     return variants
 
 
@@ -351,7 +348,7 @@ def _find_differences(variant: Variant, plain: Variant, workload: Workload) -> l
         how = near_ties.measure_difference(target, batch.ids[row], prefix, width, rows)
         return how._asdict() | {"near_tie": how.near_tie}
 
-    return list_differences(variant, plain, workload.batches, measure)
+    return analysis_variants.list_differences(variant, plain, workload.batches, measure)
 
 
 def _find_problems(
@@ -364,5 +361,5 @@ def _find_problems(
     for one in [*record["speculative"], *record.get("trees", ())]:
         name = f"tree {one['tree']}" if "tree" in one else f"gamma {one['gamma']}"
         wrong = [item["input"] for item in one["differences"] if not item["near_tie"]]
-        problems += describe_differing(name, wrong)
+        problems += analysis_variants.describe_differing(name, wrong)
     return problems

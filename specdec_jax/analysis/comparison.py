@@ -5,14 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.timing import summarize
-from specdec_jax.analysis.variants import (
-    SentenceBatch,
-    Variant,
-    count_differing,
-    describe_differing,
-    list_differences,
-)
+from specdec_jax.analysis.variants import SentenceBatch, Variant
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.models.language_model import LanguageModel
 
@@ -59,7 +54,7 @@ def compare(
     if UNROUNDED in variants:
         rounded, wide = variants["plain"], variants[UNROUNDED]
         record["rounding"] = summarize(wide.seconds_per_token / rounded.seconds_per_token)
-        record["rounded_differences"] = count_differing(rounded, wide)
+        record["rounded_differences"] = analysis_variants.count_differing(rounded, wide)
     return record
 
 
@@ -76,10 +71,10 @@ def _find_differences(
         second, first = np.partition(logits, -2)[-2:]
         return {"margin": float(first - second)}
 
-    return list_differences(theirs, plain, batches, measure)
+    return analysis_variants.list_differences(theirs, plain, batches, measure)
 
 
 def find_problems(record: Mapping[str, Any], dtype: str, margin: float = MARGIN) -> list[str]:
     """Returns a message if float32 tokens differ that are no near-ties."""
     wrong = [item["input"] for item in record["differences"] if item["margin"] > margin]
-    return describe_differing(record["name"], wrong) if dtype == "float32" else []
+    return analysis_variants.describe_differing(record["name"], wrong) if dtype == "float32" else []

@@ -11,7 +11,7 @@ from specdec_jax.analysis.acceptance import Acceptance
 from specdec_jax.analysis.predictions import Work
 from specdec_jax.analysis.timing import CallShape, Spread, Times
 from specdec_jax.analysis.variants import Workload
-from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.checks import unsupported
 
 
 def verifiers_to_compare(options: Any) -> tuple[str, ...]:
@@ -30,9 +30,8 @@ def measure(workload: Workload) -> dict[str, Any]:
     if options.compare_alpha and not workload.drafter.scorable:
         names = ("drafter", "shortlist", "shortlist_size", "drafter_int8")
         got = ", ".join(f"{name}={getattr(options, name)!r}" for name in names)
-        raise UnsupportedCombination(
-            f"compare_alpha: got True with {got}, expected a model that draws from its own "
-            "distribution"
+        raise unsupported(
+            "compare_alpha", f"True with {got}", "a model that draws from its own distribution"
         )
     verifiers, gamma_max = verifiers_to_compare(options), options.gamma_max
     accepted = acceptance.measure_acceptance(workload, verifiers, gamma_max)

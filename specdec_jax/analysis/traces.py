@@ -86,10 +86,8 @@ def call_spans(
 
 def find_text(batches: Sequence[SentenceBatch]) -> SentenceBatch | None:
     """Returns the first batch whose first input has any text, None if there is none."""
-    for batch in batches:
-        if isinstance(batch.inputs[0], str) and batch.inputs[0].strip():
-            return batch
-    return None
+    firsts = ((batch.inputs[0], batch) for batch in batches)
+    return next((batch for text, batch in firsts if isinstance(text, str) and text.strip()), None)
 
 
 def make_example(

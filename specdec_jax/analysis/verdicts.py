@@ -10,14 +10,12 @@ from specdec_jax.analysis.timing import summarize
 from specdec_jax.speculative.verifiers import LOSSY
 
 
-def find_best(seconds: Mapping[str, np.ndarray], plain: str = "plain") -> dict[str, Any] | None:
+def find_best(seconds: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
     """Returns the fastest way of drafting and how far it is ahead; None if nothing drafts.
 
     Ways are compared pass by pass, since the speed of a shared machine drifts.
 
-    Args:
-      seconds: by name, the seconds of each pass for the same work.
-      plain: the name of plain decoding.
+    `seconds` are by name those of each pass for the same work; "plain" is plain decoding.
 
     Returns:
       best: its name, with the greatest median improvement.
@@ -26,7 +24,7 @@ def find_best(seconds: Mapping[str, np.ndarray], plain: str = "plain") -> dict[s
       over_next: the time of the next best over its own, or None.
     """
     arrays = {name: np.asarray(values) for name, values in seconds.items()}
-    base = arrays.pop(plain)
+    base = arrays.pop("plain")
     ranked = sorted(arrays, key=lambda name: -float(np.median(base / arrays[name])))
     if not ranked:
         return None

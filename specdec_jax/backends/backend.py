@@ -12,19 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specdec_jax.backends import xla
+from specdec_jax.backends import kv_cache, xla
 from specdec_jax.backends.axes import ByHeads, Mask, PerRow, Query, States, Valid
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.gpu import attention as gpu_attention
-from specdec_jax.backends.kv_cache import (
-    ROWS,
-    TILE,
-    KVCache,
-    lay_out_by_rows,
-    take_slots,
-    take_slots_one_by_one,
-    write_slots,
-)
+from specdec_jax.backends.kv_cache import KVCache
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.backends.tpu import fused_mesh
 from specdec_jax.backends.xla import AttentionShape, DecoderCall, Projected
@@ -79,8 +71,8 @@ class Backend:
         """
         valid = jnp.arange(cache.slots) < positions[:, None] + key.shape[2]
         valid = valid[:, None, :, None] if cache.value.ndim == 4 else valid[:, :, None]
-        value = jnp.where(valid, write_slots(cache.value, value, positions, self.rules), 0)
-        return KVCache(write_slots(cache.key, key, positions, self.rules), value)
+        value = jnp.where(valid, kv_cache.write_slots(cache.value, value, positions, self.rules), 0)
+        return KVCache(kv_cache.write_slots(cache.key, key, positions, self.rules), value)
 
     def append_nodes(
         self, cache: KVCache, key: ByHeads, value: ByHeads, positions: PerRow
@@ -99,11 +91,11 @@ class Backend:
         return self._write(cache, key, value, starts)
 
     def _write(self, cache: KVCache, key: ByHeads, value: ByHeads, positions: PerRow) -> KVCache:
-        key = write_slots(cache.key, key, positions, self.rules)
-        return KVCache(key, write_slots(cache.value, value, positions, self.rules))
+        key = kv_cache.write_slots(cache.key, key, positions, self.rules)
+        return KVCache(key, kv_cache.write_slots(cache.value, value, positions, self.rules))
 
     def _take(self, buffer: Float[Array, "*B H S K"], sources: Int[Array, "B M"]) -> ByHeads:
-        return take_slots(buffer, sources)
+        return kv_cache.take_slots(buffer, sources)
 
     # Decoder calls.
 
@@ -224,7 +216,7 @@ class AcceleratorBackend(Backend):
         For a single row it has more slots, by which a call of `Network.decode` may be wider than
         was asked for.
         """
-        side_by_side, more = self.heads_per_tile(heads), ROWS - 1 if batch == 1 else 0
+        side_by_side, more = self.heads_per_tile(heads), kv_cache.ROWS - 1 if batch == 1 else 0
         shape = batch, heads.count // side_by_side, _whole_tiles(slots + more)
         return KVCache.empty(*shape, side_by_side * heads.features, heads.dtype)
 
@@ -242,7 +234,7 @@ class AcceleratorBackend(Backend):
         key, value = jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0)
         if len(key) > 1 and self.rules is None:
             key, value = (
-                jax.lax.platform_dependent(x, tpu=lay_out_by_rows, default=lambda x: x)
+                jax.lax.platform_dependent(x, tpu=kv_cache.lay_out_by_rows, default=lambda x: x)
                 for x in (key, value)
             )
         return self._write(cache, key, value, positions)
@@ -251,9 +243,9 @@ class AcceleratorBackend(Backend):
 
     def _take(self, buffer: Float[Array, "*B H S K"], sources: Int[Array, "B M"]) -> ByHeads:
         if self.rules is not None or sources.size > _MAX_MOVED:
-            return take_slots(buffer, sources)
+            return kv_cache.take_slots(buffer, sources)
         return jax.lax.platform_dependent(
-            buffer, sources, tpu=take_slots_one_by_one, default=take_slots
+            buffer, sources, tpu=kv_cache.take_slots_one_by_one, default=kv_cache.take_slots
         )
 
 
@@ -316,11 +308,14 @@ class TPUBackend(AcceleratorBackend):
     two: by its estimate a plain step of T5-XXL on a v4 takes 9.5 ms, and 10.3 over two positions.
     """
 
-    min_query_len: ClassVar[int] = ROWS
+    min_query_len: ClassVar[int] = kv_cache.ROWS
 
     def heads_per_tile(self, heads: AttentionShape) -> int:
         """Returns how many heads lie side by side: as many as fill a tile and divide its number."""
-        parts, most = (1 if self.rules is None else self.rules.parts), TILE[1] // heads.features
+        parts, most = (
+            (1 if self.rules is None else self.rules.parts),
+            kv_cache.TILE[1] // heads.features,
+        )
         counts = range(max(most, 1), 0, -1)
         return next(count for count in counts if heads.count % (count * parts) == 0)
 
@@ -330,7 +325,7 @@ class TPUBackend(AcceleratorBackend):
         Otherwise a TPU's compiler changes layouts in every layer. Several rows fill tiles only if
         that is at most a seventh more.
         """
-        padding = -count % ROWS if count > ROWS else 0
+        padding = -count % kv_cache.ROWS if count > kv_cache.ROWS else 0
         return padding if batch == 1 or 7 * padding <= count else 0
 
     def pairs_are_free(self, cache: Any) -> bool:
@@ -379,4 +374,4 @@ def _count_tokens(mask: Mask) -> PerRow:
 
 def _whole_tiles(slots: int) -> int:
     """Returns `slots`, rounded up to whole tiles."""
-    return -(-slots // TILE[0]) * TILE[0]
+    return -(-slots // kv_cache.TILE[0]) * kv_cache.TILE[0]

@@ -9,13 +9,7 @@ import numpy.typing as npt
 
 from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.checkpoints import huggingface, int8, native_format, t5x
-from specdec_jax.checkpoints.loader import (
-    check_written_dtype,
-    open_checkpoint,
-    open_complete,
-    resolve,
-)
+from specdec_jax.checkpoints import huggingface, int8, loader, native_format, t5x
 from specdec_jax.checkpoints.memory import return_freed_memory
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, StoredTensor, check
 from specdec_jax.files.progress import Progress, print_line
@@ -139,12 +133,12 @@ def convert(
     """
     _check_format(format)
     if dtype is not None:
-        check_written_dtype(dtype, format)
+        loader.check_written_dtype(dtype, format)
     arguments.check_path("output", output)
     target = pathlib.Path(output).absolute()
     _check_empty(target)
-    folder = resolve(source)
-    checkpoint = open_complete(folder, config, vocabulary, say)
+    folder = loader.resolve(source)
+    checkpoint = loader.open_complete(folder, config, vocabulary, say)
     step_folder = t5x.find_step(folder)
     step = t5x.parse_step(step_folder) if step_folder else None
     with return_freed_memory():
@@ -176,7 +170,7 @@ def _write(
     _check_format_holds(format, checkpoint.config)
     stored = tuple(sorted({tensor.dtype for tensor in checkpoint.parameters.values()}))
     default = "bfloat16" if stored == ("bfloat16",) else "float32"
-    dtype = default if dtype is None else check_written_dtype(dtype, format)
+    dtype = default if dtype is None else loader.check_written_dtype(dtype, format)
     computing = "float32" if dtype == "int8" else dtype
     config = checkpoint.config.replace(dtype=computing)
     checkpoint, count = dataclasses.replace(checkpoint, config=config), parameter_count(config)
@@ -198,7 +192,7 @@ def _write(
             native_format.write_description(checkpoint, folder, "t5x")
             parameters = t5x.stack_layers(checkpoint.parameters, check_t5("format", config))
             write(parameters, dtype, folder, number, progress.advance)
-        _check_written(open_checkpoint(folder, None), checkpoint, format)
+        _check_written(loader.open_checkpoint(folder, None), checkpoint, format)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return Written(target / inner, dtype, stored, count, size)
 

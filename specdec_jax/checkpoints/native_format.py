@@ -25,13 +25,8 @@ from specdec_jax.models.config_validation import Shape, build
 from specdec_jax.models.families import describe, find_family
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.models.parameters import flatten
-from specdec_jax.tokenizers.vocabularies import (
-    ByteVocabulary,
-    SentencePieceVocabulary,
-    TokenizerJsonVocabulary,
-    Vocabulary,
-    check_extra_ids,
-)
+from specdec_jax.tokenizers import vocabularies
+from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 FORMAT, VERSION = "specdec_jax", 1
 _TARGET = "target_fingerprint"  # a field of a config.json of what is trained on its states
@@ -122,7 +117,7 @@ def open_vocabulary(folder: pathlib.Path, entry: dict) -> Vocabulary:
     """Returns the vocabulary of an entry in config.json, from `folder` or the one above."""
     kind, extra_ids, file = entry.get("kind"), entry.get("extra_ids", 0), folder / "config.json"
     if kind == "bytes":
-        return ByteVocabulary(check_extra_ids(extra_ids, file))
+        return vocabularies.ByteVocabulary(vocabularies.check_extra_ids(extra_ids, file))
     if kind not in ("sentencepiece", "tokenizer_json"):
         raise mismatch_error(
             f"{file}: vocabulary", f"kind {quote_value(kind)}", "one of this package"
@@ -136,8 +131,10 @@ def open_vocabulary(folder: pathlib.Path, entry: dict) -> Vocabulary:
             folder, f"no vocabulary {places[0].name}", "it there or in the folder above"
         )
     if kind == "sentencepiece":
-        return SentencePieceVocabulary.load(path, check_extra_ids(extra_ids, file))
-    return TokenizerJsonVocabulary.load(path, entry.get("eos_ids", ()))
+        return vocabularies.SentencePieceVocabulary.load(
+            path, vocabularies.check_extra_ids(extra_ids, file)
+        )
+    return vocabularies.TokenizerJsonVocabulary.load(path, entry.get("eos_ids", ()))
 
 
 def vocabulary_contents(vocabulary: Vocabulary | None) -> bytes:
@@ -150,13 +147,13 @@ def describe_vocabulary(vocabulary: Vocabulary | None) -> tuple[dict | None, byt
     """Returns a vocabulary's entry in config.json and the contents of its file, b"" without one."""
     if vocabulary is None:
         return None, b""
-    if isinstance(vocabulary, SentencePieceVocabulary):
+    if isinstance(vocabulary, vocabularies.SentencePieceVocabulary):
         entry = {"kind": "sentencepiece", "file": "spiece.model", "extra_ids": vocabulary.extra_ids}
         return entry, vocabulary.model
-    if isinstance(vocabulary, TokenizerJsonVocabulary):
+    if isinstance(vocabulary, vocabularies.TokenizerJsonVocabulary):
         entry = {"kind": "tokenizer_json", "file": "tokenizer.json"}
         return entry | {"eos_ids": list(vocabulary.eos_ids)}, vocabulary.text.encode("utf-8")
-    if isinstance(vocabulary, ByteVocabulary):
+    if isinstance(vocabulary, vocabularies.ByteVocabulary):
         return {"kind": "bytes", "extra_ids": vocabulary.extra_ids}, b""
     raise mismatch_error("vocabulary", type(vocabulary).__name__, "one that this package can store")
 

@@ -15,13 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from specdec_jax.checkpoints.stored_tensor import (
-    Parameters,
-    Report,
-    StoredTensor,
-    fill_rows,
-    iterate_names,
-)
+from specdec_jax.checkpoints import stored_tensor
+from specdec_jax.checkpoints.stored_tensor import Parameters, Report, StoredTensor
 from specdec_jax.files import reading
 from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.files.writing import name_errors, write_file
@@ -103,7 +98,9 @@ def _open_tensor(path: pathlib.Path, name: str, entry: dict, base: int) -> Store
         numbers = np.fromfile(path, stored, (stop - start) * width, offset=place)
         return numbers.reshape(stop - start, *shape[1:])
 
-    return StoredTensor(shape, functools.partial(fill_rows, shape, read_rows), stored.name)
+    return StoredTensor(
+        shape, functools.partial(stored_tensor.fill_rows, shape, read_rows), stored.name
+    )
 
 
 def write_folder(tensors: Parameters, dtype: str, folder: pathlib.Path, report: Report) -> None:
@@ -130,7 +127,7 @@ def write_folder(tensors: Parameters, dtype: str, folder: pathlib.Path, report: 
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8 bytes
         write_file(folder / file, struct.pack("<Q", len(text)) + text)
-    for name in iterate_names(tensors, report):
+    for name in stored_tensor.iterate_names(tensors, report):
         with name_errors(folder / file_of[name]), open(folder / file_of[name], "ab") as stream:
             array = np.ascontiguousarray(tensors[name].load(dtype))
             stream.write(array.reshape(-1).view(np.uint8).data)

@@ -11,14 +11,8 @@ from typing import Any
 import numpy as np
 from flax import serialization
 
-from specdec_jax.checkpoints import flax_msgpack, tensorstore_arrays
-from specdec_jax.checkpoints.stored_tensor import (
-    Checkpoint,
-    Parameters,
-    Report,
-    StoredTensor,
-    iterate_names,
-)
+from specdec_jax.checkpoints import flax_msgpack, stored_tensor, tensorstore_arrays
+from specdec_jax.checkpoints.stored_tensor import Checkpoint, Parameters, Report, StoredTensor
 from specdec_jax.files import reading
 from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.files.writing import write_file
@@ -161,9 +155,7 @@ def _unstack(stored: Parameters, folder: pathlib.Path, per_layer: bool | None) -
             shape = tensor.shape
             if len(path) < 3 or len(shape) < 2 or shape[1] > _MOST_LAYERS:
                 expected = f"at most {_MOST_LAYERS} layers on axis 1"
-                raise ValueError(
-                    f"{folder}: parameter {name}: got shape {shape}, expected {expected}"
-                )
+                raise mismatch_error(f"{folder}: parameter {name}", f"shape {shape}", expected)
             for i in range(shape[1]):
                 made = functools.partial(read_layer, name, i)
                 layer = StoredTensor.from_function((shape[0], *shape[2:]), made, tensor.dtype)
@@ -291,7 +283,7 @@ def write_legacy(
 ) -> None:
     """Writes a `checkpoint_<step>` directory in the legacy format, without optimizer states."""
     target = {}
-    for name in iterate_names(parameters, report):
+    for name in stored_tensor.iterate_names(parameters, report):
         path = "target." + name.replace("/", ".")
         target[name] = tensorstore_arrays.write_zarr(parameters[name].load(dtype), folder, path)
     state = {"step": np.asarray(step, np.int32)}  # T5X reads its dtype
@@ -306,7 +298,7 @@ def write_orbax(
 
     def arrays() -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
         yield ("state", "step"), np.asarray(step, np.int32)
-        for name in iterate_names(parameters, report):
+        for name in stored_tensor.iterate_names(parameters, report):
             yield ("target", *name.split("/")), parameters[name].load(dtype)
 
     (folder / "state").mkdir()

@@ -22,12 +22,13 @@ from specdec_jax.commands.generation_flags import check_gamma, make_flag
 from specdec_jax.commands.options import DecodingOptions, check_at_least
 from specdec_jax.commands.sentences import read_built_in_sentences
 from specdec_jax.decoding import request
-from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.checks import UnsupportedCombination, unsupported
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.trace import TraceStep, trace
 from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.files.progress import show_waiting
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.language_model import LanguageModel
@@ -102,8 +103,7 @@ class DemoOptions(DecodingOptions):
     def check(self) -> None:
         super().check()
         if not self.drafter:
-            expected = "a checkpoint's folder or a bundled name"
-            raise ValueError(f"drafter: got nothing, expected {expected}")
+            raise mismatch_error("drafter", "nothing", "a checkpoint's folder or a bundled name")
         gamma, tree = self.max_drafted, self.parse_tree()
         check_gamma(gamma, MAX_GAMMA if tree is None else tree.size - 1)
         check_beside_tree(tree, self.verifier)
@@ -117,8 +117,7 @@ class DemoOptions(DecodingOptions):
             raise UnsupportedCombination(f"{got}, expected one of {', '.join(_AS_TREE)}")
         if self.plot:
             if not (self.tree or self.trace):
-                got = f"plot: got {self.plot!r} without a tree"
-                raise UnsupportedCombination(f"{got}, expected --tree or --trace too")
+                raise unsupported("plot", f"{self.plot!r} without a tree", "--tree or --trace too")
             plots.check(self.plot)
         if self.picture and not self.picture.endswith(".svg"):
             expected = "the name of a file that ends in .svg"

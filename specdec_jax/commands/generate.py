@@ -23,21 +23,10 @@ from specdec_jax.commands.options import ModelOptions, check_at_least, is_same_f
 from specdec_jax.commands.output_lines import Sentences, join_lines, to_json
 from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.commands.sentences import read_sentences
-from specdec_jax.decoding import autotune
-from specdec_jax.decoding.checks import (
-    UnsupportedCombination,
-    check_prompts,
-    check_stop,
-    list_in_words,
-    unsupported,
-)
+from specdec_jax.decoding import autotune, checks, continuous_batching
+from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.config_files import to_plain
-from specdec_jax.decoding.continuous_batching import (
-    choose_batch_size,
-    decode_all,
-    decode_stream,
-    should_refill,
-)
+from specdec_jax.decoding.continuous_batching import decode_all, decode_stream
 from specdec_jax.decoding.defaults import fill_limits, fill_search, read_defaults
 from specdec_jax.decoding.generation_config import BEAM_FIELDS, GenerationConfig
 from specdec_jax.decoding.inputs import encode
@@ -50,7 +39,7 @@ from specdec_jax.decoding.stream import Piece, stream
 from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.drafters import named
 from specdec_jax.files.progress import Progress, print_line
-from specdec_jax.files.reading import digest
+from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import check_output, is_pass_through, open_new_file
 from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.language_model import LanguageModel
@@ -139,7 +128,7 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         self._check_learn()
         check_beside_tree(config.tree, config.verifier)
         check_at_least(1, batch_size=self.rows)
-        check_texts("stop", check_stop(config.stop, config.deadline))
+        check_texts("stop", checks.check_stop(config.stop, config.deadline))
         check_output(self.output_file, "output_file")
         if self.output_file and self.stream:
             got = f"stream: got True with output_file={self.output_file!r}"
@@ -149,8 +138,7 @@ class GenerateOptions(GenerationFlags, ModelOptions):
             raise ValueError(f"{got}, expected another file")
         if self.stream and self.rows * config.num_samples > 1:
             got = f"batch_size={self.rows}, num_samples={config.num_samples}"
-            expected = "1 of each: outputs would run into each other"
-            raise UnsupportedCombination(f"stream: got {got}, expected {expected}")
+            raise checks.unsupported("stream", got, "1 of each: outputs would run into each other")
         self._check_task(config)
 
     def _check_beams(self, config: GenerationConfig) -> None:
@@ -171,10 +159,12 @@ class GenerateOptions(GenerationFlags, ModelOptions):
             return
         for name, what in (("stream", "no stream"), ("mesh", "one device")):
             if given := getattr(self, name):
-                raise unsupported("learn", f"True with {name}={given!r}", what)
+                raise checks.unsupported("learn", f"True with {name}={given!r}", what)
         if not self.drafts or named.needs_no_model(self.drafter or ""):
             got = f"True with drafter={self.drafter!r}, gamma={self.policy!r}"
-            raise unsupported("learn", got, "a drafter that is a model, and gamma of at least 1")
+            raise checks.unsupported(
+                "learn", got, "a drafter that is a model, and gamma of at least 1"
+            )
 
     def _check_task(self, config: GenerationConfig) -> None:
         """Rejects options that mean nothing with a task, or nothing without one."""
@@ -184,8 +174,7 @@ class GenerateOptions(GenerationFlags, ModelOptions):
             where, expected = "without a task", "--task"
             names = ("split", "module_import", "score_targets", "tfds_data_dir")
         elif config.num_samples > 1:
-            got = f"num_samples: got {config.num_samples} {where}"
-            raise UnsupportedCombination(f"{got}, expected 1")
+            raise checks.unsupported("num_samples", f"{config.num_samples} {where}", "1")
         for name in names:
             if value := getattr(self, name):
                 raise UnsupportedCombination(f"{name}: got {value!r} {where}, expected {expected}")
@@ -255,7 +244,9 @@ def run(
         source = Sentences(ids, sentences, options.json)
         lengths = [len(row) if is_decoder_only(target) else 1 for row in ids]
         drafts = drafter if options.drafts else None
-        check_prompts(target, drafts, lengths, np.array(_limit_new_tokens(config, target, lengths)))
+        checks.check_prompts(
+            target, drafts, lengths, np.array(_limit_new_tokens(config, target, lengths))
+        )
     learner = None
     if options.learn:
         from specdec_jax.training.online import OnlineDistillation
@@ -359,7 +350,7 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
     options, config, target, drafter, learner, _, source, endings = job
     inputs, key = source.inputs, make_key(options.seed)
     assert options.output_file
-    rows = choose_batch_size(target, options.rows, len(inputs))
+    rows = continuous_batching.choose_batch_size(target, options.rows, len(inputs))
     # Rejects bad arguments before there is a journal.
     plan = plan_decoding(target, inputs, config=config, drafter=drafter, key=key, batch_size=rows)
     measures = config.gamma == "auto" and config.tree is None
@@ -380,7 +371,7 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
                 **({"learner": learner} if learner and drafter else {"drafter": drafter}),
                 key=key,
                 batch_size=rows,
-                refill=should_refill(rows, len(inputs), config.deadline),
+                refill=continuous_batching.should_refill(rows, len(inputs), config.deadline),
                 skip=journal.done,
             )
             with _keep_learned(learner, journal) as save:
@@ -440,7 +431,7 @@ def _restore(job: _Job, journal: Journal, progress: Progress) -> None:
     for number, note in journal.notes.items():
         job.endings.restore(number, note, job.outputs)
     if job.endings.failed and job.config.non_finite == "raise":
-        got = f"{list_in_words('sentence', job.endings.failed, total)} without output"
+        got = f"{checks.list_in_words('sentence', job.endings.failed, total)} without output"
         raise ValueError(f"{journal.path}: got {got}, expected --non_finite=report")
 
 
@@ -473,8 +464,7 @@ def _use_costs(
         ):
             policy = Auto(**{**record, "costs": tuple(costs)})
             return dataclasses.replace(config, gamma=policy), drafter
-    got = f"{journal.path}: got {str(record)[:80]!r}"
-    raise ValueError(f"{got}, expected costs of iterations")
+    raise mismatch_error(journal.path, repr(str(record)[:80]), "costs of iterations")
 
 
 def _deciding_options(

@@ -177,7 +177,6 @@ def check_gamma(gamma: int | str, most: int = MAX_GAMMA) -> None:
 
 
 def _read_value(name: str, value: Any) -> Any:
-    """Returns the value of an option that a flag gives."""
     if name == "tree":
         return read_tree(value)
     if name == "drafter_sampling":

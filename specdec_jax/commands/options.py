@@ -11,23 +11,10 @@ from jax.sharding import Mesh
 from specdec_jax.backends.cpu.packed_weights import INPUT_BITS, check_quantize_name, has_accelerator
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.checkpoints import loader
-from specdec_jax.commands.generation_flags import (
-    POLICY_HELP,
-    SETTINGS_HELP,
-    make_flag,
-    read_gamma,
-    read_options,
-    read_sampling,
-)
-from specdec_jax.decoding.checks import (
-    SamplingChanges,
-    UnsupportedCombination,
-    check_limits,
-    check_pair,
-    check_policy,
-    unsupported,
-    verifier_settings,
-)
+from specdec_jax.commands import generation_flags
+from specdec_jax.commands.generation_flags import make_flag
+from specdec_jax.decoding import checks
+from specdec_jax.decoding.checks import SamplingChanges, UnsupportedCombination
 from specdec_jax.decoding.defaults import MAX_NEW_TOKENS
 from specdec_jax.decoding.generation_config import GenerationConfig
 from specdec_jax.drafters import named
@@ -95,8 +82,8 @@ class ModelOptions:
     mesh: str | None = None
     shard_drafter: bool = False
     seed: int = 0
-    gamma_policy: str | None = make_option(None, f"{POLICY_HELP} (default: fixed)")
-    gamma_settings: tuple[str, ...] = make_option((), SETTINGS_HELP)
+    gamma_policy: str | None = make_option(None, f"{generation_flags.POLICY_HELP} (default: fixed)")
+    gamma_settings: tuple[str, ...] = make_option((), generation_flags.SETTINGS_HELP)
 
     def configuration(self) -> GenerationConfig:
         """Returns the options of decoding."""
@@ -140,12 +127,12 @@ class ModelOptions:
             )
         parameters = {name: getattr(config, name) for name in (*_VERIFYING[1:], "synthetic_alpha")}
         verifier, sampling = find_verifier(config.verifier), self._possible_sampling()
-        verifier_settings(verifier, sampling, int(self.drafts), 1, **parameters)
+        checks.verifier_settings(verifier, sampling, int(self.drafts), 1, **parameters)
         adapts = isinstance(self.policy, Policy) or self.gamma_policy not in (None, "fixed")
         if adapts and not self.drafts:
             got = f"gamma_policy: got {self.gamma_policy or self.policy!r} for plain decoding"
             raise UnsupportedCombination(f"{got}, expected a drafter and gamma of at least 1")
-        check_limits(sampling, np.array([limit]), config.num_samples)
+        checks.check_limits(sampling, np.array([limit]), config.num_samples)
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed: got {self.seed}, expected an integer from 0 to {2**32 - 1}")
         check_at_least(0, shortlist_size=self.shortlist_size)
@@ -153,7 +140,9 @@ class ModelOptions:
             raise ValueError(f"dtype: got {self.dtype!r}, expected float32 or bfloat16")
         self._check_quantize()
         if self.shard_drafter and not self.mesh:
-            raise unsupported("shard_drafter", "True without a mesh", "--mesh=DATAxMODEL too")
+            raise checks.unsupported(
+                "shard_drafter", "True without a mesh", "--mesh=DATAxMODEL too"
+            )
         if self.mesh:
             ShardingRules(self.devices()).check_rows("batch_size", self.rows)
 
@@ -212,8 +201,8 @@ class ModelOptions:
         if drafter is None or drafter.second_model is None:
             self.reject_reduction()
         if drafter is not None:
-            check_pair(target, drafter)
-            check_policy(self.policy, drafter)
+            checks.check_pair(target, drafter)
+            checks.check_policy(self.policy, drafter)
         return target, drafter
 
     def reduced(self, model: LanguageModel) -> ModelDrafter:
@@ -233,7 +222,7 @@ class ModelOptions:
         """Raises UnsupportedCombination for options about a drafting model if no model drafts."""
         for name in ("shortlist_size", "shortlist", "drafter_int8", "shard_drafter"):
             if given := getattr(self, name):
-                raise unsupported(name, repr(given), "a drafter that is a model")
+                raise checks.unsupported(name, repr(given), "a drafter that is a model")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +243,7 @@ class DecodingOptions(ModelOptions):
     lenience: float | None = make_flag("lenience")
     typical_epsilon: float | None = make_flag("typical_epsilon")
     typical_delta: float | None = make_flag("typical_delta")
-    gamma_policy: str = make_option("fixed", POLICY_HELP)
+    gamma_policy: str = make_option("fixed", generation_flags.POLICY_HELP)
     max_new_tokens: int = make_flag("max_new_tokens", MAX_NEW_TOKENS)
     max_input_length: int = make_flag("max_input_length")
 
@@ -264,8 +253,8 @@ class DecodingOptions(ModelOptions):
         With `plain` they are those of plain decoding, where a lossy verifier has nothing to verify.
         """
         names = () if plain and self.verifier in LOSSY else _VERIFYING
-        given = read_options(self, (*names, "max_new_tokens", "max_input_length"))
-        sampling = SamplingConfig(**read_sampling(self))
+        given = generation_flags.read_options(self, (*names, "max_new_tokens", "max_input_length"))
+        sampling = SamplingConfig(**generation_flags.read_sampling(self))
         return GenerationConfig(sampling=sampling, generation_config=None, **given)
 
     def decoding(self, plain: bool = False) -> dict[str, Any]:
@@ -276,7 +265,7 @@ class DecodingOptions(ModelOptions):
         self, gamma: int | str, tree: Tree | DynamicTree | None = None
     ) -> int | str | Policy:
         """Returns what `generate` takes as γ, as `read_gamma` makes it."""
-        return read_gamma(gamma, self.gamma_policy, self.gamma_settings, tree)
+        return generation_flags.read_gamma(gamma, self.gamma_policy, self.gamma_settings, tree)
 
     @property
     def policy(self) -> Any:

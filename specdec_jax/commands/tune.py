@@ -193,7 +193,6 @@ def make_gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
 
 
 def _fastest_chain(choices: Sequence[Mapping[str, Any]]) -> Choice | BeamChoice:
-    """Returns the fastest chain of the timed choices in a record."""
     chains = [
         item for item in choices if item["gamma"] and item["tree"] is None and item["improvement"]
     ]

@@ -67,11 +67,9 @@ def check_folder(folder: pathlib.Path) -> None:
     """
     for number, (parent, _, names) in enumerate(os.walk(folder, followlinks=True)):
         if len(pathlib.Path(parent).relative_to(folder).parts) > _DEEPEST_FOLDER:
-            got = "folders nested too deeply or in a circle"
-            raise ValueError(f"{parent}: got {got}, expected a checkpoint")
+            raise mismatch_error(parent, "folders nested too deeply or in a circle", "a checkpoint")
         if number > _MOST_FOLDERS:
-            got = f"more than {_MOST_FOLDERS:,} folders"
-            raise ValueError(f"{folder}: got {got}, expected a checkpoint")
+            raise mismatch_error(folder, f"more than {_MOST_FOLDERS:,} folders", "a checkpoint")
         for name in names:
             check_file(pathlib.Path(parent, name), 2**63)
 
@@ -167,9 +165,7 @@ def join_inside(folder: pathlib.Path, name: Any, path: PathLike) -> pathlib.Path
         or "\0" in name
         or any(flavour(name).anchor or ".." in flavour(name).parts for flavour in flavours)
     ):
-        raise ValueError(
-            f"{path}: got the file name {quote_value(name)}, expected one inside the folder"
-        )
+        raise mismatch_error(path, f"the file name {quote_value(name)}", "one inside the folder")
     return folder / name
 
 

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-from specdec_jax.files.reading import PathLike
+from specdec_jax.files.reading import PathLike, mismatch_error
 
 
 def write_file(path: PathLike, content: str | bytes) -> None:
@@ -241,5 +241,4 @@ def check_output(path: str | None, name: str = "output") -> None:
         raise ValueError(f"{name}: got {path!r}, expected a file in a folder that exists")
     for needed in (place.parent, place):
         if needed.exists() and not os.access(needed, os.W_OK):
-            expected = f"a file that may be written: {needed} may not"
-            raise ValueError(f"{name}: got {path!r}, expected {expected}")
+            raise mismatch_error(name, repr(path), f"a file that may be written: {needed} may not")

@@ -67,9 +67,7 @@ class BlockOptions:
       scales_outputs: whether the decoder's output is multiplied by 1/√D before the head.
       dropout_rate: rate in training, of embeddings and of what each block adds.
       inner_dropout: whether it is also that of hidden features and of a stack's output.
-      dtype: dtype of the computation.
-      matmul_dtype: dtype to which operands of products are rounded (training); None: `dtype`.
-      separate_embeddings: whether the encoder has an embedding of its own.
+      dtype, matmul_dtype, separate_embeddings: as in `T5Config`.
     """
 
     emb_dim: int
@@ -184,7 +182,6 @@ class Attention(nn.Module):
         self.out = dense(options.emb_dim, kernel_init=fan_in_normal)
 
     def _project(self, x: AnyStates) -> xla.Projected:
-        """Returns queries, keys and values of `x`."""
         return (self.qkv(x),) if self.joint else (self.query(x), self.key(x), self.value(x))
 
     def _project_after(self, norm: Callable, x: AnyStates, valid: Valid) -> xla.Projected:
@@ -472,15 +469,7 @@ class Decoder(nn.Module):
     def init_cache(
         self, rows: int, slots: int, copies: int, encoded: Encoded | None, cross_mask: Mask
     ) -> DecoderCache:
-        """Makes the cache before any token is fed.
-
-        Args:
-          rows: number of inputs.
-          slots: S, slots of the self-attention caches.
-          copies: rows of the cache for each input, side by side.
-          encoded: the encoder's output, to which cross-attention attends.
-          cross_mask: True at the tokens of the encoder's input.
-        """
+        """Makes the cache for `rows` inputs; other arguments are as for `FamilyModule.prefill`."""
         shape, backend = self.options.attention_shape, self.backend
         empty = tuple(backend.empty_cache(rows * copies, slots, shape) for _ in self.layers)
         if not self.options.cross_attention:
@@ -700,3 +689,20 @@ class EncoderDecoder(DecoderOnly):
         """Returns teacher-forced states, which `head` takes."""
         encoded = self.encode(inputs, mask, deterministic) if encoded is None else encoded
         return self.decoder(self.token_embedder(decoder_tokens), encoded, mask, deterministic)
+
+
+def list_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter by its name, as `ModelConfig.parameter_shapes` does.
+
+    One layer of each stack is traced, whose shapes all others have: 24 + 24 would take seconds.
+    """
+    counts = {stack: getattr(config, f"num_{stack}_layers", 0) for stack in ("encoder", "decoder")}
+    fewer = {f"num_{stack}_layers": 1 for stack, layers in counts.items() if layers}
+    single = ModelConfig.parameter_shapes(config.replace(**fewer))
+    shapes = {}
+    for name, shape in reversed(single.items()):  # embeddings first, as the first to be missed
+        stack, layer, rest = name.partition("/layers_0/")
+        layers = range(counts[stack] if layer else 0)
+        names = [f"{stack}/layers_{i}/{rest}" for i in layers] or [name]
+        shapes |= dict.fromkeys(names, shape)
+    return shapes

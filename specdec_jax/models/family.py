@@ -13,16 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
-from specdec_jax.backends.axes import (
-    Encoded,
-    Inputs,
-    Logits,
-    Mask,
-    PerRow,
-    States,
-    Tokens,
-    Valid,
-)
+from specdec_jax.backends.axes import Encoded, Inputs, Logits, Mask, PerRow, States, Tokens, Valid
 from specdec_jax.backends.backend import Backend
 from specdec_jax.backends.tree_positions import AnyNodes
 from specdec_jax.files.reading import mismatch_error
@@ -103,8 +94,9 @@ class ModelConfig:
         Called through `parameters.parameter_shapes`, which caches it.
         """
         module = self.module()
-        made = jax.eval_shape(module.init, jax.random.key(0), *module.dummy_inputs())["params"]
-        flat = flax.traverse_util.flatten_dict(made, sep="/")
+        # All in one function, so that nothing compiles.
+        made = jax.eval_shape(lambda: module.init(jax.random.key(0), *module.dummy_inputs()))
+        flat = flax.traverse_util.flatten_dict(made["params"], sep="/")
         return {name: leaf.shape for name, leaf in flat.items()}
 
     def with_own_head(self) -> Self:
@@ -164,11 +156,12 @@ class FamilyModule(nn.Module):
 
         Args:
           inputs: ids of the inputs; L = 0 for a decoder-only network, whose prompt is fed to the
-            decoder.
+            decoder (`prefill.fill_cache`).
           mask: True at tokens, False at padding.
           slots: S, slots of the self-attention caches.
           copies: rows of the cache for each input, side by side.
-          encoded: the encoder's output, for which the encoder runs if it is None.
+          encoded: the encoder's output, of another model where there is an `encoder_dim`; None: run
+            the encoder.
         """
         raise NotImplementedError
 

@@ -5,7 +5,7 @@ import math
 from typing import ClassVar
 
 from specdec_jax.backends.backend import Backend
-from specdec_jax.models.blocks import BlockOptions, DecoderOnly
+from specdec_jax.models.blocks import BlockOptions, DecoderOnly, list_shapes
 from specdec_jax.models.config_validation import FieldError, check_fields
 from specdec_jax.models.family import ModelConfig
 
@@ -26,8 +26,7 @@ class GPTConfig(ModelConfig):
         ("gelu_new").
       logits_via_embedding: whether the head is the transposed embedding.
       dropout_rate: rate in training, for the embeddings and for what every block adds, as in GPT-2.
-      dtype: name of the computation's dtype, "float32" or "bfloat16".
-      matmul_dtype: dtype to which operands of products are rounded (training); None: `dtype`.
+      dtype, matmul_dtype: as in `T5Config`.
     """
 
     vocab_size: int
@@ -88,7 +87,7 @@ class GPTConfig(ModelConfig):
         )
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        return _list_shapes(self)
+        return list_shapes(self)
 
     @classmethod
     def presets(cls) -> dict[str, "GPTConfig"]:
@@ -113,29 +112,3 @@ GPT_PRESETS = {
     "gpt2/large": _gpt2(1280, 20, 36),
     "gpt2/xl": _gpt2(1600, 25, 48),
 }
-
-
-def _list_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    width, mlp_dim = config.emb_dim, config.mlp_dim
-    weights: dict[str, tuple[int, ...]] = {
-        "causal_attention/qkv": (width, 3 * width),
-        "causal_attention/out": (width, width),
-        "mlp/wi": (width, mlp_dim),
-        "mlp/wo": (mlp_dim, width),
-    }
-    layer: dict[str, tuple[int, ...]] = {}
-    for norm in ("pre_self_attention_layer_norm", "pre_mlp_layer_norm"):
-        layer |= {f"{norm}/scale": (width,), f"{norm}/bias": (width,)}
-    for name, shape in weights.items():
-        layer |= {f"{name}/kernel": shape, f"{name}/bias": shape[1:]}
-    shapes = {
-        "token_embedder/embedding": (config.vocab_size, width),
-        "decoder/position_embedder/embedding": (config.num_positions, width),
-        "decoder/decoder_norm/scale": (width,),
-        "decoder/decoder_norm/bias": (width,),
-    }
-    if not config.logits_via_embedding:
-        shapes["decoder/logits_dense/kernel"] = (width, config.vocab_size)
-    for i in range(config.num_decoder_layers):
-        shapes |= {f"decoder/layers_{i}/{name}": shape for name, shape in layer.items()}
-    return shapes

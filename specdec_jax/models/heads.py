@@ -16,6 +16,7 @@ from specdec_jax.models import weight_layouts
 from specdec_jax.models.config_validation import FieldError, check_fields
 from specdec_jax.models.layers import Dense
 from specdec_jax.models.network import Network
+from specdec_jax.models.parameters import flatten
 from specdec_jax.models.t5 import T5Config
 
 
@@ -31,8 +32,7 @@ class HeadsConfig:
       num_blocks: number of residual blocks x + silu(W x) in each head.
       share_head: whether logits come from the target's own head, so that a head has only the D²
         parameters of each block. False gives every head a weight matrix `[D, V]` of its own.
-      dtype: name of the computation's dtype, "float32" or "bfloat16".
-      matmul_dtype: dtype to which operands of products are rounded (training); None: `dtype`.
+      dtype, matmul_dtype: as in `T5Config`.
     """
 
     num_heads: int
@@ -52,13 +52,8 @@ class HeadsConfig:
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every parameter by its name."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for head in range(self.num_heads):
-            for i in range(self.num_blocks):
-                shapes[f"head_{head}/block_{i}/kernel"] = (self.emb_dim, self.emb_dim)
-            if not self.share_head:
-                shapes[f"head_{head}/logits_dense/kernel"] = (self.emb_dim, self.vocab_size)
-        return shapes
+        made = jax.eval_shape(lambda: init_params(self, jax.random.key(0)))
+        return {name: leaf.shape for name, leaf in flatten(made).items()}
 
 
 class Head(nn.Module):

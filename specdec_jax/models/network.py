@@ -106,7 +106,6 @@ class Network:
         return self._by_rows(self._apply("encode", inputs, mask))
 
     def _apply(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Calls a method of the module with the parameters."""
         return self.module.apply({"params": self.params}, *arguments, **options, method=method)
 
     def _by_rows(self, x: Shaped[Array, "*N"]) -> Shaped[Array, "*N"]:
@@ -123,14 +122,8 @@ class Network:
     ) -> Any:
         """Runs the encoder once and makes the decoder's cache.
 
-        Args:
-          inputs: ids, which do not matter past a row's length. L = 0 for a decoder-only network,
-            whose prompt is fed to the decoder (`prefill.fill_cache`).
-          input_lengths: number of ids of each row.
-          slots: S, slots of the self-attention caches.
-          copies: rows of the cache for each input, side by side.
-          encoded: the encoder's output, of another model where there is an `encoder_dim`; None: run
-            the encoder.
+        `input_lengths` are the numbers of ids of each row, past which ids do not matter; other
+        arguments are as for `FamilyModule.prefill`.
         """
         if not is_decoder_only(self):
             encoded = self.encode(inputs, input_lengths) if encoded is None else encoded

@@ -12,12 +12,9 @@ flatten = functools.partial(traverse_util.flatten_dict, sep="/")
 unflatten = functools.partial(traverse_util.unflatten_dict, sep="/")
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter of the network by its name, which for a T5 is T5X's.
-
-    Families list their shapes, since tracing the initialisation of 24 + 24 layers takes seconds.
-    """
+    """Returns the shape of every parameter of the network by its name, which for a T5 is T5X's."""
     return config.parameter_shapes()
 
 

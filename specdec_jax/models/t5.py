@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from specdec_jax.backends.backend import Backend
 from specdec_jax.files.reading import mismatch_error
-from specdec_jax.models.blocks import BlockOptions, EncoderDecoder
+from specdec_jax.models.blocks import BlockOptions, EncoderDecoder, list_shapes
 from specdec_jax.models.config_validation import FieldError, check_fields
 from specdec_jax.models.family import ModelConfig
 
@@ -109,7 +109,7 @@ class T5Config(ModelConfig):
         )
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        return _list_shapes(self)
+        return list_shapes(self)
 
     @classmethod
     def presets(cls) -> dict[str, "T5Config"]:
@@ -125,46 +125,6 @@ def check_t5(name: str, config: ModelConfig) -> T5Config:
         return config
     got = "a decoder-only model" if config.decoder_only else f"a {type(config).__name__}"
     raise mismatch_error(name, got, "a T5")
-
-
-def _list_shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter by its name, which is T5X's."""
-    width, inner = config.emb_dim, config.num_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"token_embedder/embedding": (config.vocab_size, width)}
-    if config.separate_embeddings:
-        shapes["encoder_embedder/embedding"] = (config.vocab_size, width)
-    if not config.logits_via_embedding:
-        shapes["decoder/logits_dense/kernel"] = (width, config.vocab_size)
-    count = len(config.mlp_activations)
-    wi = ["wi"] if count == 1 else [f"wi_{i}" for i in range(count)]
-    mlp = {f"mlp/{name}/kernel": (width, config.mlp_dim) for name in wi}
-    mlp["mlp/wo/kernel"] = (config.mlp_dim, width)
-    # Of each stack the number of layers, and a layer's attentions with the width of what each
-    # attends to.
-    decoder = {"self_attention": width, "encoder_decoder_attention": config.encoder_dim or width}
-    stacks = {
-        "encoder": (config.num_encoder_layers, {"attention": width}),
-        "decoder": (config.num_decoder_layers, decoder),
-    }
-    for stack, (layers, attentions) in stacks.items():
-        if not layers:
-            continue
-        layer: dict[str, tuple[int, ...]] = dict(mlp)
-        for attention, attended in attentions.items():
-            layer[f"{attention}/query/kernel"] = (width, inner)
-            layer |= {f"{attention}/{name}/kernel": (attended, inner) for name in ("key", "value")}
-            layer[f"{attention}/out/kernel"] = (inner, width)
-        norms = ("attention",) if stack == "encoder" else ("self_attention", "cross_attention")
-        layer |= {f"pre_{norm}_layer_norm/scale": (width,) for norm in (*norms, "mlp")}
-        table = "relpos_bias/rel_embedding", (config.num_heads, config.num_buckets)
-        if config.relative_bias_per_layer:
-            layer |= [table]
-        else:
-            shapes[f"{stack}/{table[0]}"] = table[1]
-        shapes[f"{stack}/{stack}_norm/scale"] = (width,)
-        for i in range(layers):
-            shapes |= {f"{stack}/layers_{i}/{name}": shape for name, shape in layer.items()}
-    return shapes
 
 
 def _t5_1_0(emb_dim: int, num_heads: int, head_dim: int, layers: int, mlp_dim: int) -> T5Config:

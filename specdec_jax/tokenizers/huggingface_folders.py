@@ -8,16 +8,8 @@ from typing import Any
 
 from specdec_jax.files import reading
 from specdec_jax.files.reading import mismatch_error, quote_value
-from specdec_jax.tokenizers import checks
-from specdec_jax.tokenizers.vocabularies import (
-    TOKENIZER_BYTES,
-    ByteVocabulary,
-    SentencePieceVocabulary,
-    TokenizerJsonVocabulary,
-    Vocabulary,
-    check_extra_ids,
-    count_sentinels,
-)
+from specdec_jax.tokenizers import checks, vocabularies
+from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 _T5 = ("T5Tokenizer", "MT5Tokenizer")  # the second was a name of the first until transformers 5
 _ROBERTA = ("RobertaTokenizer", "BartTokenizer", "LongformerTokenizer", "LEDTokenizer")
@@ -68,7 +60,7 @@ def open_folder(
         defaults = _GPT2_TOKENS if kind in _GPT2 else _ROBERTA_TOKENS
         token = _special_token(folder, options, "eos_token") or defaults["eos_token"]
         around, file = _special_tokens_around(folder, options, kind), folder / "tokenizer.json"
-        vocabulary = TokenizerJsonVocabulary.load(
+        vocabulary = vocabularies.TokenizerJsonVocabulary.load(
             file, eos_token=token, stop_ids=stop_ids, around=around
         )
         # Neither the file nor its class names tokens.
@@ -117,7 +109,8 @@ def _add_sentinels(
     """Returns the vocabulary of spiece.model, or of bytes, with its sentinels."""
     path, model = folder / "tokenizer_config.json", folder / "spiece.model"
     added = _added_tokens(folder, options)
-    extra_ids, sentinels = options.get("extra_ids"), len(_sentinels(added)) or None
+    extra_ids = options.get("extra_ids")
+    sentinels = sum(bool(re.fullmatch(r"<extra_id_\d+>", token)) for token in added) or None
     if model.exists():
         if kind not in (*_T5, *_ANY) and not kind.startswith("ByT5"):
             raise mismatch_error(
@@ -125,12 +118,14 @@ def _add_sentinels(
             )
         extra_ids = _first_given(extra_ids, sentinels)
         if extra_ids is None:
-            extra_ids = count_sentinels(SentencePieceVocabulary.load(model).size, logits)
-        count = check_extra_ids(extra_ids, path)
-        vocabulary: Vocabulary = SentencePieceVocabulary.load(model, count)
+            extra_ids = vocabularies.count_sentinels(
+                vocabularies.SentencePieceVocabulary.load(model).size, logits
+            )
+        count = vocabularies.check_extra_ids(extra_ids, path)
+        vocabulary: Vocabulary = vocabularies.SentencePieceVocabulary.load(model, count)
     else:
-        count = check_extra_ids(_first_given(extra_ids or None, sentinels, 125), path)
-        vocabulary = ByteVocabulary(count)
+        count = vocabularies.check_extra_ids(_first_given(extra_ids or None, sentinels, 125), path)
+        vocabulary = vocabularies.ByteVocabulary(count)
     _check_added(folder, added, vocabulary)
     return vocabulary
 
@@ -168,7 +163,7 @@ def _check_utf8(token: str, path: pathlib.Path) -> str:
 
 def _byte_level_bpe(
     folder: pathlib.Path, options: dict, kind: str, stop_ids: tuple[int, ...]
-) -> TokenizerJsonVocabulary:
+) -> vocabularies.TokenizerJsonVocabulary:
     """Returns the vocabulary of GPT-2's own files: pieces with their ids, and merges in order."""
     file, path = folder / "vocab.json", folder / "tokenizer_config.json"
     if kind not in (*_ROBERTA, *_GPT2, *_ANY):
@@ -198,7 +193,7 @@ def _byte_level_bpe(
         )
         around = before, after
     try:
-        vocabulary = TokenizerJsonVocabulary(
+        vocabulary = vocabularies.TokenizerJsonVocabulary(
             text, eos_token=eos_token, stop_ids=stop_ids, around=around
         )
     except ValueError as error:
@@ -225,8 +220,8 @@ def _make_tokenizer_json(
     import tokenizers
 
     merges_file = vocab_file.with_name("merges.txt")
-    pieces = reading.read_json(vocab_file, TOKENIZER_BYTES)
-    reading.check_file(merges_file, TOKENIZER_BYTES)
+    pieces = reading.read_json(vocab_file, vocabularies.TOKENIZER_BYTES)
+    reading.check_file(merges_file, vocabularies.TOKENIZER_BYTES)
     try:
         checks.check_ids(pieces.items())
         bpe = tokenizers.models.BPE.from_file(str(vocab_file), str(merges_file))
@@ -273,10 +268,6 @@ def _added_tokens(folder: pathlib.Path, options: dict) -> dict[str, int | None]:
     return added | numbered
 
 
-def _sentinels(added: dict) -> list[str]:
-    return [token for token in added if re.fullmatch(r"<extra_id_\d+>", token)]
-
-
 def _check_added(
     folder: pathlib.Path, added: dict[str, int | None], vocabulary: Vocabulary
 ) -> None:
@@ -307,18 +298,20 @@ def make_files(vocabulary: Vocabulary | None) -> dict[str, Any]:
         return {}
     ids = _special_ids(vocabulary)
     options: dict[str, Any] = {name: vocabulary.piece(i) for name, i in ids.items()}
-    if isinstance(vocabulary, TokenizerJsonVocabulary):
+    if isinstance(vocabulary, vocabularies.TokenizerJsonVocabulary):
         options["tokenizer_class"] = "PreTrainedTokenizerFast"
         if vocabulary.frame is None:  # transformers puts no EOS after an input by itself
             vocabulary = copy.copy(vocabulary)
             vocabulary.reframe([], [vocabulary.piece(vocabulary.eos_ids[0])])
         return {"tokenizer.json": vocabulary.text.encode("utf-8"), "tokenizer_config.json": options}
-    if not isinstance(vocabulary, SentencePieceVocabulary | ByteVocabulary):
+    if not isinstance(
+        vocabulary, vocabularies.SentencePieceVocabulary | vocabularies.ByteVocabulary
+    ):
         expected = "one that Hugging Face has files for"
         raise ValueError(f"vocabulary: got {type(vocabulary).__name__}, expected {expected}")
     options["extra_ids"] = vocabulary.extra_ids
     options["additional_special_tokens"] = [f"<extra_id_{i}>" for i in range(vocabulary.extra_ids)]
-    if isinstance(vocabulary, ByteVocabulary):
+    if isinstance(vocabulary, vocabularies.ByteVocabulary):
         return {"tokenizer_config.json": options | {"tokenizer_class": "ByT5Tokenizer"}}
     options["tokenizer_class"] = "T5Tokenizer"
     return {"spiece.model": vocabulary.model, "tokenizer_config.json": options}

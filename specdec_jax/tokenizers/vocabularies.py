@@ -13,14 +13,8 @@ import numpy as np
 
 from specdec_jax.files import reading
 from specdec_jax.files.reading import PathLike, mismatch_error, quote_value
-from specdec_jax.tokenizers import checks
-from specdec_jax.tokenizers.special_tokens import (
-    Frame,
-    SpecialTokens,
-    make_template,
-    read_frame,
-    remove_start,
-)
+from specdec_jax.tokenizers import checks, special_tokens
+from specdec_jax.tokenizers.special_tokens import Frame, SpecialTokens
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2  # T5's ids
 _MOST_SENTINELS = 10_000
@@ -361,7 +355,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._check_encodes()
         try:
-            self.frame = read_frame(content.get("post_processor"), self.size)
+            self.frame = special_tokens.read_frame(content.get("post_processor"), self.size)
         except ValueError:
             if around is None:
                 raise
@@ -413,7 +407,9 @@ class TokenizerJsonVocabulary(Vocabulary):
             ids[token] = i
         frame = Frame(tuple(ids[token] for token in before), tuple(ids[token] for token in after))
         if frame != self.frame:
-            content = json.loads(self.text) | {"post_processor": make_template(before, after, ids)}
+            content = json.loads(self.text) | {
+                "post_processor": special_tokens.make_template(before, after, ids)
+            }
             self.frame, self.text = frame, json.dumps(content, ensure_ascii=False)
 
     def encode(self, text: str) -> list[int]:
@@ -421,7 +417,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        rest = remove_start(ids, self.frame)
+        rest = special_tokens.remove_start(ids, self.frame)
         kept = [i for i in rest if 0 <= i < self.size and i not in self._dropped]
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 

@@ -91,8 +91,7 @@ def _read_rows(
         for number, line in enumerate(read_lines(path), 1):
             columns = line.split("\t")
             if len(columns) not in counts:
-                got = f"got {len(columns)} columns, expected {expected}"
-                raise ValueError(f"{path}, line {number}: {got}")
+                raise mismatch_error(f"{path}, line {number}", f"{len(columns)} columns", expected)
             yield path, number, columns
 
 

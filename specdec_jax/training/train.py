@@ -23,29 +23,13 @@ from specdec_jax.models.families import build_config
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import initial_params
-from specdec_jax.training import corpus, losses
+from specdec_jax.training import corpus, losses, run_folder
 from specdec_jax.training.batches import BucketedBatches
 from specdec_jax.training.config import ExamplesConfig, TrainConfig, expect
 from specdec_jax.training.depth_expansion import deepen
-from specdec_jax.training.losses import (
-    Metrics,
-    Objective,
-    TeacherAgreement,
-    TrainState,
-    evaluate,
-    loss_fn,
-    train_step,
-)
+from specdec_jax.training.losses import Metrics, Objective, TeacherAgreement, TrainState, train_step
 from specdec_jax.training.optimizer import make_optimizer
-from specdec_jax.training.run_folder import (
-    Checkpoints,
-    Reporter,
-    defer_signals,
-    list_changed_settings,
-    record_contents,
-    record_settings,
-    record_target,
-)
+from specdec_jax.training.run_folder import Checkpoints, Reporter
 from specdec_jax.training.run_vocabulary import RunVocabulary, choose_vocabulary
 
 # Files in a run's folder with the fingerprint of the teacher: if its encoder output is read, or if
@@ -98,14 +82,14 @@ def run_to_end(
     output.mkdir(parents=True, exist_ok=True)
     with lock_folder(output):
         saved = Checkpoints(output, resume=True, select=select)
-        for line in list_changed_settings(settings, output, saved.step, fixed):
+        for line in run_folder.list_changed_settings(settings, output, saved.step, fixed):
             print_line(line)
         run = make_run(saved)
         config = run.config
         print_line("compiling the initial state")
         state = run.initial_state()
         changed = run.record()
-        record_settings(settings, output)
+        run_folder.record_settings(settings, output)
         on_start()
         for line in changed:
             print_line(line)
@@ -177,7 +161,7 @@ class Run:
       assess: computes what is reported on validation files.
     """
 
-    loss: Any = staticmethod(loss_fn)
+    loss: Any = staticmethod(losses.loss_fn)
     assess: Any = staticmethod(losses.assess)
 
     def __init__(self, config: TrainConfig, saved: Checkpoints):
@@ -195,7 +179,9 @@ class Run:
         self.teacher_params = None
         if teacher is not None:
             name = _TEACHER if config.model.encoder_dim is None else _ENCODER
-            record_target(pathlib.Path(config.output_dir, name), "teacher", teacher, saved.step)
+            run_folder.record_target(
+                pathlib.Path(config.output_dir, name), "teacher", teacher, saved.step
+            )
             shape = teacher.config.replace(matmul_dtype=config.model.matmul_dtype)
             self.objective = dataclasses.replace(
                 self.objective,
@@ -232,7 +218,9 @@ class Run:
         names = config.train_files + config.validation_files
         paths = config.paths("train_files") + config.paths("validation_files")
         vocabulary = digest([native_format.vocabulary_contents(self.ids.vocabulary)])
-        changed = record_contents(output, self.saved.step, vocabulary, dict(zip(names, paths)))
+        changed = run_folder.record_contents(
+            output, self.saved.step, vocabulary, dict(zip(names, paths))
+        )
         self.ids.write(output)
         return changed
 
@@ -268,7 +256,9 @@ class Run:
     def validate(self, state: TrainState, step: int, reporter: Reporter) -> None:
         """Reports means over the tokens, by file and in total; keeps the best parameters."""
         sums = {
-            name: evaluate(state.params, batches, self.objective, self.teacher_params, self.assess)
+            name: losses.evaluate(
+                state.params, batches, self.objective, self.teacher_params, self.assess
+            )
             for name, batches in self.validation.items()
         }
         tokens = {name: metrics.tokens for name, (metrics, _) in sums.items()}
@@ -288,9 +278,8 @@ class Run:
     def save(self, state: TrainState, step: int) -> None:
         """Saves the state; raises ValueError if parameters are not finite."""
         if not _are_all_finite(state.params):
-            raise ValueError(
-                f"step {step}: got parameters that are not finite, expected finite ones: lower"
-                " learning_rate"
+            raise mismatch_error(
+                f"step {step}", "parameters that are not finite", "finite ones: lower learning_rate"
             )
         self.saved.keep_newest(step, state)
 
@@ -311,7 +300,7 @@ def _are_all_finite(params: dict) -> jax.Array:
 
 def _take_steps(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
     config, window = run.config, []
-    with defer_signals() as signals:
+    with run_folder.defer_signals() as signals:
         if config.initialise_from is not None and run.saved.best.latest_step() is None:
             run.validate(state, 0, reporter)  # the best is then no worse than the beginning
         clock = time.perf_counter()

@@ -298,7 +298,6 @@ def _list_theory() -> Parts:
 
 
 def _list_parts(run: Run) -> Parts:
-    """Returns what the page shows of one record."""
     record, rows = run.record, run.rows
     parts: Parts = [("note", f"{run.name}: {record.machine.describe()}")]
     if isinstance(record, AcceleratorRecord):

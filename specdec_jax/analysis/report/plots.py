@@ -66,7 +66,11 @@ def render_svg(figure: Figure, label: str) -> Markup:
     text = file.getvalue().partition("<svg")[2]
     text = re.sub('<g id="[^"]*"', "<g", text)  # these names are the same in every figure
     # A colour in a tag, not in a text: there `<` and `>` are escaped.
-    text = re.sub(r"#[0-9a-f]{6}(?=[^<>]*>)", _name_colour, text)
+    text = re.sub(
+        r"#[0-9a-f]{6}(?=[^<>]*>)",
+        lambda found: f"var(--{_PAGE_COLOURS.get(found[0], 'ink')})",
+        text,
+    )
     label = str(escape(replace_unprintable(label)))
     # A narrow screen shrinks it by a quarter at the most, so that its texts can be read.
     width = f"min-width: {54 * figure.get_figwidth():.0f}pt"
@@ -90,10 +94,6 @@ _PAGE_COLOURS = {
     "#e377c2": "pink",
     "#8c564b": "brown",
 }
-
-
-def _name_colour(found: re.Match) -> str:
-    return f"var(--{_PAGE_COLOURS.get(found[0], 'ink')})"
 
 
 def replace_unprintable(text: str) -> str:
@@ -368,7 +368,6 @@ def _draw_rates(
     style: str,
     label: str,
 ) -> None:
-    """Draws rates with their standard errors."""
     rates = list(rates)
     errors = [error or 0.0 for _, error in rates]
     axes.errorbar(x, [mean for mean, _ in rates], errors, fmt=style, capsize=3, label=label)

@@ -3,10 +3,9 @@
 A model names the fields that the page shows, with their types and ranges. A record may have more.
 """
 
-import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -531,20 +530,12 @@ def read_records(path: str) -> list[Record]:
     names = names if len(lines) > 1 else [path]
     records = []
     for name, line in zip(names, lines, strict=True):
-        with _name_errors(name):
+        try:
             records.append(parse(reading.parse_json(line)))
+        except ValueError as error:
+            reason = reading.error_reason(error)
+            raise ValueError(f"{name}: {reason}, in a record of {_COMMANDS}") from None
     return records
-
-
-@contextlib.contextmanager
-def _name_errors(name: str) -> Iterator[None]:
-    """Puts `name` before the message of a ValueError, and what writes records after it."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(
-            f"{name}: {reading.error_reason(error)}, in a record of {_COMMANDS}"
-        ) from None
 
 
 def write_record(path: str, record: Mapping[str, Any]) -> None:

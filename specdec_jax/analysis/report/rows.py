@@ -3,14 +3,7 @@
 import pathlib
 from typing import NamedTuple
 
-from specdec_jax.analysis.report.records import (
-    BeamRecord,
-    BenchmarkRecord,
-    ComparisonRecord,
-    MeasureRecord,
-    Record,
-    SharedOptions,
-)
+from specdec_jax.analysis.report import records
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.speculative.verifiers import SYNTHETIC
 
@@ -52,21 +45,21 @@ class Row(NamedTuple):
         return Spread(*(value / self.predicted for value in self.improvement))
 
 
-def list_rows(record: Record) -> list[Row]:
+def list_rows(record: records.Record) -> list[Row]:
     """Returns a row for each way of decoding that a record has measured.
 
     Estimates, demos and an accelerator's figures have none.
     """
-    if isinstance(record, BenchmarkRecord):
+    if isinstance(record, records.BenchmarkRecord):
         return _benchmark_rows(record)
-    if isinstance(record, BeamRecord):
+    if isinstance(record, records.BeamRecord):
         return _beam_rows(record)
-    if isinstance(record, MeasureRecord):
+    if isinstance(record, records.MeasureRecord):
         return _measure_rows(record)
-    return _comparison_rows(record) if isinstance(record, ComparisonRecord) else []
+    return _comparison_rows(record) if isinstance(record, records.ComparisonRecord) else []
 
 
-def _benchmark_rows(record: BenchmarkRecord) -> list[Row]:
+def _benchmark_rows(record: records.BenchmarkRecord) -> list[Row]:
     named, bare = _name(record), record.bare
     found = []
     for variant in record.speculative:
@@ -104,7 +97,7 @@ def _benchmark_rows(record: BenchmarkRecord) -> list[Row]:
     return found
 
 
-def _beam_rows(record: BeamRecord) -> list[Row]:
+def _beam_rows(record: records.BeamRecord) -> list[Row]:
     return [
         Row(
             *_name(record),
@@ -118,7 +111,7 @@ def _beam_rows(record: BeamRecord) -> list[Row]:
     ]
 
 
-def _measure_rows(record: MeasureRecord) -> list[Row]:
+def _measure_rows(record: records.MeasureRecord) -> list[Row]:
     return [
         Row(
             *_name(record),
@@ -135,7 +128,7 @@ def _measure_rows(record: MeasureRecord) -> list[Row]:
     ]
 
 
-def _comparison_rows(record: ComparisonRecord) -> list[Row]:
+def _comparison_rows(record: records.ComparisonRecord) -> list[Row]:
     return [
         Row(
             record.target,
@@ -155,7 +148,9 @@ def _comparison_rows(record: ComparisonRecord) -> list[Row]:
     ]
 
 
-def _name(record: BenchmarkRecord | BeamRecord | MeasureRecord) -> tuple[str, str, str, float]:
+def _name(
+    record: records.BenchmarkRecord | records.BeamRecord | records.MeasureRecord,
+) -> tuple[str, str, str, float]:
     """Returns target, drafter, inputs and temperature of a record."""
     options, count = record.options, record.sentences
     inputs = f"row{'s' * (count != 1)} of random ids" if options.preset else None
@@ -164,7 +159,7 @@ def _name(record: BenchmarkRecord | BeamRecord | MeasureRecord) -> tuple[str, st
     return record.target.name, drafter, inputs, options.temperature
 
 
-def _name_verifier(options: SharedOptions, synthetic_alpha: float | None = None) -> str:
+def _name_verifier(options: records.SharedOptions, synthetic_alpha: float | None = None) -> str:
     if synthetic_alpha is not None:
         return f"{SYNTHETIC.name}, α = {synthetic_alpha:g}"
     return options.verifier + ("" if options.lenience is None else f", l = {options.lenience:g}")

@@ -4,7 +4,7 @@ The texts are the templates in `templates/`; here is what they compute.
 """
 
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -253,14 +253,6 @@ def _format_seconds(spread: Mapping[str, float]) -> str:
     return f"{scaled['median']:.3f} {unit} {_format_range(scaled)}"
 
 
-def _format_numbers(values: Iterable[float], spec: str, separator: str) -> str:
-    return separator.join(f"{value:{spec}}" for value in values)
-
-
-def _format_named(values: Mapping[str, Any], text: str) -> str:
-    return ", ".join(text.format(*item) for item in values.items())
-
-
 def _render(name: str, **values: Any) -> str:
     return _TEMPLATES.get_template(name).render(values).rstrip("\n")
 
@@ -273,9 +265,9 @@ _TEMPLATES = jinja2.Environment(
 )
 _TEMPLATES.filters |= {
     "bound": lambda value: "no bound" if value is None else f"{value:.3f}",
-    "named": _format_named,
+    "named": lambda values, text: ", ".join(text.format(*item) for item in values.items()),
     "number": format,
-    "numbers": _format_numbers,
+    "numbers": lambda values, spec, separator: separator.join(f"{one:{spec}}" for one in values),
     "range": _format_range,
     "seconds": _format_seconds,
     "spread": _spread,

@@ -21,7 +21,7 @@ from specdec_jax.backends.axes import Valid
 from specdec_jax.backends.cpu import native
 from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.backends.tree_positions import AnyNodes
-from specdec_jax.files.reading import quote_value
+from specdec_jax.files.reading import mismatch_error, quote_value
 
 # Bits of a product's inputs by the ways of quantising weights to 8 bits; see `checkpoints.load`.
 INPUT_BITS = {"int8": 16, "w8a8": 8}
@@ -62,9 +62,7 @@ def describe_support(dtype: DTypeLike, quantize: str | None = None) -> str:
 def check_quantize_name(quantize: str | None) -> None:
     """Checks that `quantize` is None or one of `QUANTIZE`; raises ValueError otherwise."""
     if quantize is not None and quantize not in QUANTIZE:
-        raise ValueError(
-            f"quantize: got {quote_value(quantize)}, expected one of {', '.join(QUANTIZE)}"
-        )
+        raise mismatch_error("quantize", quote_value(quantize), f"one of {', '.join(QUANTIZE)}")
 
 
 def check_quantize(quantize: str | None, dtype: DTypeLike, mesh: bool) -> None:

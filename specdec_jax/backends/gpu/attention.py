@@ -114,7 +114,6 @@ def attend_to_encoded(
 
 
 def _compile_options(interpret: Any) -> dict[str, Any]:
-    """Returns options of `pallas_call`."""
     if interpret:
         return dict(interpret=interpret)
     return dict(compiler_params=triton.CompilerParams(num_warps=4, num_stages=2))

@@ -28,12 +28,7 @@ def supports_call(
 
 
 def decode_states(
-    module: Any,
-    params: dict,
-    x: States,
-    positions: PerRow,
-    cache: Any,
-    layers: int | None = None,
+    module: Any, params: dict, x: States, positions: PerRow, cache: Any, layers: int | None = None
 ) -> tuple[States, Any]:
     """Does what `fused_step.decode_states` does, where `supports_call`."""
 
