@@ -6,31 +6,19 @@ from typing import Any, ClassVar
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.drafters.beam_chains import BeamChainDrafter
-from specdec_jax.drafters.drafting import (
-    Step,
-    draft_from_logits,
-    draft_tokens,
-    draft_without_calls,
-    match_width,
-    point_mass,
-)
+from specdec_jax.drafters.continuations import ContinuationDrafter, Found, Texts
 from specdec_jax.drafters.ngram_table import NGramTable
-from specdec_jax.drafters.tree_levels import Children, Level, draft_children, draft_tree
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative.drafter import Drafter, TreeDrafter
-from specdec_jax.speculative.state import AnyRows, DecodeState, Draft
-from specdec_jax.speculative.trees import CHILDREN, POINTS
+from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 
 @flax.struct.dataclass
-class NGramDrafter(BeamChainDrafter, TreeDrafter):
+class NGramDrafter(ContinuationDrafter):
     """A drafter that proposes what followed the last n − 1 tokens in texts counted before.
 
     n = 1 is a unigram model, n = 2 a bigram model. The longest context that was seen counts; if
@@ -46,9 +34,7 @@ class NGramDrafter(BeamChainDrafter, TreeDrafter):
 
     table: NGramTable
     sampled: bool = flax.struct.field(pytree_node=False, default=False)
-
-    provides_probs: ClassVar[Any] = property(lambda self: self.sampled)
-    kinds: ClassVar[Any] = property(lambda self: CHILDREN if self.sampled else POINTS)
+    varies: ClassVar[Any] = False
 
     @classmethod
     @isolated
@@ -134,39 +120,12 @@ class NGramDrafter(BeamChainDrafter, TreeDrafter):
             got, expected = f"start token {table.start_token}", f"the target's {start_token}"
             raise ValueError(f"drafter: got {got}, expected {expected}")
 
-    def draft(
-        self, draft_state: tuple, state: AnyRows, num_wanted: jax.Array
-    ) -> tuple[tuple, Draft]:
-        def choose(step: Step, tokens: jax.Array, carry: Any):
-            rows = self.table.rows(tokens, state.lengths + step)
-            return self.table.ranked(rows, 1)[:, 0], carry
+    def find(self, memory: Any, texts: Texts, count: int, length: int) -> Found:
+        rows, match = self.table.find_rows(texts.tokens, texts.lengths)
+        return Found(self.table.ranked(rows, count)[..., None], match[:, None])
 
-        def logits_of(step: Step, tokens: jax.Array, carry: Any):
-            logits = self.table.logits(self.table.rows(tokens, state.lengths + step))
-            return match_width(logits[:, None], state.config.vocab_size), carry
-
-        if self.sampled:
-            draft, _ = draft_from_logits(state, num_wanted, logits_of)
-            return (), draft._replace(calls=jnp.zeros_like(state.lengths))
-        tokens, num_drafted, _ = draft_tokens(state, num_wanted, choose, ())
-        return (), draft_without_calls(state, tokens, num_drafted, point_mass(state, tokens))
-
-    def draft_tree(
-        self, draft_state: tuple, state: DecodeState, num_wanted: jax.Array, max_depth: jax.Array
-    ):
-        def logits_of(level: Level, carry: Any):
-            logits = self.table.logits(self.table.rows(*level.rows(state)))
-            logits = match_width(logits, state.config.vocab_size)
-            return logits.reshape(*level.tokens.shape, -1), carry
-
-        def children_of(level: Level, carry: Any):
-            rows = self.table.rows(*level.rows(state))
-            tokens = self.table.ranked(rows, max(level.counts))
-            return Children(tokens.reshape(*level.tokens.shape, -1)), carry
-
-        if self.sampled:
-            return (), draft_tree(state, num_wanted, max_depth, logits_of, ())[0]
-        return (), draft_children(state, num_wanted, max_depth, children_of)[0]
+    def logits(self, memory: Any, texts: Texts) -> jax.Array:
+        return self.table.logits(self.table.find_rows(texts.tokens, texts.lengths)[0])
 
 
 def _check_vocabulary(name: str, table: NGramTable, vocabulary: Vocabulary | None) -> None:

@@ -162,20 +162,20 @@ class NGramTable:
         """Returns whether `vocabulary` or the table's own is unknown, or both are the same."""
         return vocabulary is None or self.fingerprint in ("", vocabulary.fingerprint())
 
-    def rows(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Returns the row `[B]` of the longest known context at the end of each row's tokens.
+    def find_rows(self, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the row `[N]` of the longest known context at the end of each text.
 
-        Of `tokens [B, S]` the first `lengths [B]` count.
+        Of `tokens [N, S]` the first `lengths [N]` count. Returns also the contexts' lengths.
         """
-        rows, seen = jnp.zeros_like(lengths), jnp.ones(lengths.shape, bool)
+        rows, match = jnp.zeros_like(lengths), jnp.zeros_like(lengths)
         for length in range(1, self.order):
             place = lengths - length
             before = jnp.take_along_axis(tokens, jnp.maximum(place, 0)[:, None], axis=1)[:, 0]
             longer, known = self._find(rows, jnp.where(place >= 0, before, self.start_token))
             # All endings of a known context are known: after a miss no longer one is.
-            seen &= known
-            rows = jnp.where(seen, longer, rows)
-        return rows
+            known &= match == length - 1
+            rows, match = jnp.where(known, longer, rows), jnp.where(known, length, match)
+        return rows, match
 
     def _find(self, parents: jax.Array, extras: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the row `[B]` of the context `parents [B]` with the ids `extras [B]` before it.

@@ -139,7 +139,9 @@ def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(name,
     logits = np.zeros((B, 3, V))
     if name != "random":
         before = np.pad(tokens, ((0, 0), (1, 0)))  # the start token is 0
-        dist = jax.jit(lambda table, tokens, lengths: table.logits(table.rows(tokens, lengths)))
+        dist = jax.jit(
+            lambda table, tokens, lengths: table.logits(table.find_rows(tokens, lengths)[0])
+        )
         dists = [
             dist(drafter(name).table, before, np.full(B, length, np.int32)) for length in (1, 2, 3)
         ]
@@ -224,7 +226,7 @@ def test_tables_equal_counting_in_python(order, start, alphabet):
     lengths = rng.integers(1, 7, 300)
     tokens = rng.integers(0, min(alphabet + 1, V), (300, 8))
     tokens[:, 0] = start  # a row begins with it
-    rows = jax.jit(lambda table, tokens, lengths: table.rows(tokens, lengths))(
+    rows = jax.jit(lambda table, tokens, lengths: table.find_rows(tokens, lengths)[0])(
         table, tokens, lengths
     )
     dists = np.exp(
@@ -241,7 +243,7 @@ def test_tables_equal_counting_in_python(order, start, alphabet):
 def test_before_a_prompt_stand_start_tokens():
     """A prompt need not begin with one: after (0, 1) comes 2, after (1, 1) comes 3."""
     table = NGramTable.count([[1, 2], [4, 1, 1, 3]], V, 3, start_token=0)
-    rows = table.rows(np.array([[1, 1], [1, 1]]), np.array([1, 2]))
+    rows, _ = table.find_rows(np.array([[1, 1], [1, 1]]), np.array([1, 2]))
     assert np.asarray(table.ranked(rows, 1)).tolist() == [[2], [3]]
 
 
