@@ -64,7 +64,15 @@ DRAFTERS = {
 }
 
 # Whose own files test their exactness in the first tier.
-COVERED = ("latest", "shortlist", "parallel", "8 bits", "trigrams", "vertical cascade", "horizontal cascade")
+COVERED = (
+    "latest",
+    "shortlist",
+    "parallel",
+    "8 bits",
+    "trigrams",
+    "vertical cascade",
+    "horizontal cascade",
+)
 
 
 def run(drafter, verifier: str | sd.Verifier, sampling=SAMPLING):
