@@ -47,7 +47,7 @@ class CountedFromTheStartToken(Original):
 def make_texts(share: float) -> tuple[list[list[int]], list[list[int]]]:
     """Returns texts, and the same with `share` of the words replaced, left out or added to.
 
-    Words have one to three ids and the frequencies of a language (Zipf's law).
+    Words have one to three ids and the frequencies of a language (the n-th word 1 / n).
     """
     rng = np.random.default_rng(0)
     words = [rng.integers(2, V, rng.integers(1, 4)).tolist() for _ in range(500)]

@@ -151,7 +151,7 @@ def test_count_and_generate(specdec, folder):
     code, out, err = specdec("count", *table, "--order=3", "--gin.CountOptions.sampled=True")
     assert code == 0 and not out and "13 outputs of" in err
     loaded = sd.NGramDrafter.load(folder / "table.npz")
-    assert loaded.sampled and loaded.table.order == 3
+    assert loaded.sampled and loaded.order == 3
     vocabulary = sd.load(folder / "target", dtype="float32").vocabulary
     lines = [
         "Tom is learning German.",
