@@ -76,7 +76,7 @@ def run(options: CountOptions) -> None:
         vocabulary=vocabulary,
     )
     drafter.save(options.output)
-    tokens, contexts = sum(map(len, sequences)), len(drafter.table.starts) - 1
+    tokens, contexts = sum(map(len, sequences)), len(drafter.starts) - 1
     counts = f"{len(lines)} outputs of {tokens} tokens, {contexts} contexts"
     print(f"{options.output}: {counts}", file=sys.stderr)
 

@@ -19,7 +19,7 @@ from specdec_jax.decoding.defaults import MAX_NEW_TOKENS
 from specdec_jax.decoding.generation_config import GenerationConfig
 from specdec_jax.drafters import named
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.drafters.ngram_table import NGramTable
+from specdec_jax.drafters.ngram import NGramDrafter
 from specdec_jax.drafters.shortlist import shortlist_from_counts
 from specdec_jax.files.progress import print_line
 from specdec_jax.models.arguments import document_fields, make_option
@@ -209,10 +209,8 @@ class ModelOptions:
         """Returns a drafter with `model`, with the shortlist and int8 weights of the options."""
         if not self.shortlist:
             return ModelDrafter(model, self.shortlist_size or None, self.drafter_int8)
-        table, _ = NGramTable.load(self.shortlist)
-        if not table.matches(model.vocabulary):
-            got = f"shortlist: got a table of {table.vocab_size} ids of another vocabulary"
-            raise ValueError(f"{got}, expected the drafter's")
+        table = NGramDrafter.load(self.shortlist)
+        table.check_vocabulary("shortlist", model.vocabulary)
         counts = np.asarray(table.unigram)
         size = self.shortlist_size or len({*np.flatnonzero(counts), *model.eos_ids})
         ids = shortlist_from_counts(counts, size, model.eos_ids)

@@ -6,12 +6,19 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.drafters.drafting import Step, draft_tokens, draft_without_calls, point_mass
-from specdec_jax.drafters.prompt_lookup import Inputs, match_lengths
+from specdec_jax.drafters.continuations import (
+    ContinuationDrafter,
+    Found,
+    Inputs,
+    Texts,
+    compare_endings,
+    find_best,
+    last_ids,
+    repeat_inputs,
+)
 from specdec_jax.models import arguments
 from specdec_jax.speculative import distributions
-from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.state import DecodeState, Draft, Scored
+from specdec_jax.speculative.state import DecodeState, Scored
 
 
 class NGramMemory(NamedTuple):
@@ -36,7 +43,7 @@ class NGramMemory(NamedTuple):
 
 
 @flax.struct.dataclass
-class AssistedNGramDrafter(Drafter):
+class AssistedNGramDrafter(ContinuationDrafter):
     """A drafter that proposes what most often followed the last n − 1 ids in this request so far.
 
     Two things are counted. Every id of the encoder's input and of the output has weight 1; for a
@@ -59,6 +66,7 @@ class AssistedNGramDrafter(Drafter):
     """
 
     reads_logits: ClassVar[bool] = True
+    varies: ClassVar[Any] = False
 
     order: int = flax.struct.field(pytree_node=False, default=4)
     top_k: int = flax.struct.field(pytree_node=False, default=4)
@@ -75,44 +83,39 @@ class AssistedNGramDrafter(Drafter):
     def init(
         self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int
     ) -> NGramMemory:
-        batch = len(tokens)
-        copies, shape = batch // inputs.shape[0], (batch, self.memory)
+        batch, shape = len(tokens), (len(tokens), self.memory)
         return NGramMemory(
-            Inputs(jnp.repeat(inputs, copies, axis=0), jnp.repeat(input_lengths, copies)),
+            repeat_inputs(inputs, input_lengths, batch),
             jnp.full((*shape, self.order - 1), -2, jnp.int32),
             jnp.zeros((*shape, self.top_k), jnp.int32),
             jnp.zeros((*shape, self.top_k), jnp.float32),
             jnp.zeros(batch, jnp.int32),
         )
 
-    def draft(
-        self, draft_state: NGramMemory, state: DecodeState, num_wanted: jax.Array
-    ) -> tuple[NGramMemory, Draft]:
-        inputs, remembered = draft_state.inputs, (len(state.lengths), self.memory * self.top_k)
-        slots, columns = jnp.arange(state.tokens.shape[1]), jnp.arange(inputs.tokens.shape[1])
-        weights = draft_state.weights.reshape(remembered)
-
-        def choose(step: Step, tokens: jax.Array, carry: Any):
-            lengths = state.lengths + step
-            ending = _last_ids(tokens, lengths, self.order - 1, -1)
-            same = draft_state.contexts == ending[:, None]
-            in_memory = jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=2), axis=2)
-            # The start token, or the first id of a prompt, follows nothing.
-            in_output = (slots > 0) & (slots < lengths[:, None])
-            in_input = columns < inputs.lengths[:, None]
-            texts = tokens, inputs.tokens, draft_state.tokens.reshape(remembered)
-            counts = in_output.astype(jnp.float32), in_input.astype(jnp.float32), weights
-            matches = (
-                match_lengths(tokens, lengths, ending),
-                match_lengths(inputs.tokens, inputs.lengths, ending),
-                jnp.repeat(in_memory, self.top_k, axis=1),
-            )
-            candidates = (jnp.concatenate(parts, axis=1) for parts in (texts, matches, counts))
-            return _heaviest_match(*candidates), carry
-
-        tokens, num_drafted, _ = draft_tokens(state, num_wanted, choose, ())
-        dist = point_mass(state, tokens)
-        return draft_state, draft_without_calls(state, tokens, num_drafted, dist)
+    def find(self, memory: NGramMemory, texts: Texts, count: int, length: int) -> Found:
+        inputs, remembered = memory.inputs, (len(texts.lengths), self.memory * self.top_k)
+        slots, columns = jnp.arange(texts.tokens.shape[1]), jnp.arange(inputs.tokens.shape[1])
+        ending = last_ids(texts.tokens, texts.lengths, self.order - 1)
+        same = memory.contexts == ending[:, None]
+        in_memory = jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=2), axis=2)
+        # The start token, or the first id of a prompt, follows nothing.
+        in_output = (slots > 0) & (slots < texts.lengths[:, None])
+        in_input = columns < inputs.lengths[:, None]
+        known = texts.tokens, inputs.tokens, memory.tokens.reshape(remembered)
+        ones = in_output.astype(jnp.float32), in_input.astype(jnp.float32)
+        counts = *ones, memory.weights.reshape(remembered)
+        matches = (
+            compare_endings(texts.tokens, texts.lengths, ending, self.order - 1)[0],
+            compare_endings(*inputs, ending, self.order - 1)[0],
+            jnp.repeat(in_memory, self.top_k, axis=1),
+        )
+        ids, weights, match = (jnp.concatenate(parts, axis=1) for parts in (known, counts, matches))
+        longest = jnp.max(jnp.where(weights > 0, match, 0), axis=1, keepdims=True)
+        weights = jnp.where(match == longest, weights, 0)
+        best = find_best(ids, _sum_weights(ids, weights), count)
+        ids = jnp.take_along_axis(ids, jnp.maximum(best, 0), axis=1)
+        nothing = jnp.where(jnp.arange(count) > 0, -1, 0)  # the first is always there
+        return Found(jnp.where(best < 0, nothing, ids)[..., None], longest)
 
     def observe(self, draft_state: NGramMemory, state: DecodeState, scored: Scored) -> NGramMemory:
         """Remembers the target's most probable ids at every position that the target was fed."""
@@ -120,7 +123,7 @@ class AssistedNGramDrafter(Drafter):
         batch, width = scored.tokens.shape
         # The first id that was fed stands in the last slot before the new ones.
         start = state.lengths - scored.num_new - 1
-        before = _last_ids(state.tokens, start, self.order - 2, -2)[:, ::-1]
+        before = last_ids(state.tokens, start, self.order - 2, -2)[:, ::-1]
         fed = jnp.concatenate([before, scored.tokens], axis=1)
         ends = jnp.arange(width)[:, None] + self.order - 2 - jnp.arange(self.order - 1)
         logits, tokens, ids = scored.logits, [], jnp.arange(scored.logits.shape[-1])
@@ -130,7 +133,10 @@ class AssistedNGramDrafter(Drafter):
         tokens = jnp.stack(tokens, axis=-1)
         total = jax.nn.logsumexp(scored.logits, axis=-1, keepdims=True)
         weights = jnp.exp(jnp.take_along_axis(scored.logits, tokens, axis=-1) - total)
-        count = jnp.where(scored.num_new > 0, state.last_drafted + 1, 0)
+        # Of a tree only the accepted path is known, of a chain also what follows rejected tokens.
+        count = scored.num_new
+        if state.config.tree is None:
+            count = jnp.where(scored.num_new > 0, state.last_drafted + 1, 0)
         # Where there are more positions than fit into the ring, the last ones stay.
         age = (draft_state.written + count - 1)[:, None] - jnp.arange(self.memory)
         place = (count - 1)[:, None] - age % self.memory
@@ -147,26 +153,8 @@ class AssistedNGramDrafter(Drafter):
         )
 
 
-def _last_ids(tokens: jax.Array, lengths: jax.Array, size: int, missing: int) -> jax.Array:
-    """Returns the last `size` ids `[B, size]` of the first `lengths` of `tokens`, last first.
-
-    They are `missing` where there are fewer.
-    """
-    places = lengths[:, None] - jnp.arange(1, size + 1)
-    ids = jnp.take_along_axis(tokens, jnp.maximum(places, 0), axis=1)
-    return jnp.where(places >= 0, ids, missing)
-
-
-def _heaviest_match(tokens: jax.Array, matches: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns the heaviest id `[B]` among the longest matches that have any weight, 0 if none has.
-
-    All arguments are `[B, C]`, for C candidates.
-    """
-    tokens = jnp.where(weights > 0, tokens, 0)
-    longest = jnp.max(jnp.where(weights > 0, matches, 0), axis=1, keepdims=True)
-    weights = jnp.where(matches == longest, weights, 0)
+def _sum_weights(ids: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns the weights `[N, C]` of candidates, each with those of all candidates of its id."""
     # Every candidate against every other: a scatter over the vocabulary is a loop on a CPU.
-    equal = tokens[:, :, None] == tokens[:, None, :]
-    totals = jnp.sum(jnp.where(equal, weights[:, :, None], 0), axis=1)
-    best = jnp.max(totals, axis=1, keepdims=True)
-    return jnp.min(jnp.where(totals == best, tokens, jnp.iinfo(jnp.int32).max), axis=1)
+    equal = ids[:, :, None] == ids[:, None, :]
+    return jnp.sum(jnp.where(equal, weights[:, :, None], 0), axis=1)

@@ -38,6 +38,9 @@ SELF_INT8, PARALLEL = "self:int8", "parallel:"
 # A new drafter without files of its own is a row here.
 WITHOUT_FILES = {
     "lookup": NamedDrafter("copies from input and output", lambda target: PromptLookupDrafter()),
+    "copy": NamedDrafter(
+        "the same, also where nothing matches", lambda target: PromptLookupDrafter(min_match=0)
+    ),
     "assisted": NamedDrafter(
         "n-grams gathered while decoding", lambda target: AssistedNGramDrafter()
     ),

@@ -10,27 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.drafters.beam_chains import BeamChainDrafter
-from specdec_jax.drafters.drafting import (
-    Step,
-    draft_from_logits,
-    draft_tokens,
-    draft_without_calls,
-    match_width,
-    point_mass,
+from specdec_jax.drafters.continuations import ContinuationDrafter, Found, Texts
+from specdec_jax.drafters.ngram_table import (
+    ARRAYS,
+    NUMBERS,
+    count_contexts,
+    read_table,
+    write_table,
 )
-from specdec_jax.drafters.ngram_table import NGramTable
-from specdec_jax.drafters.tree_levels import Children, Level, draft_children, draft_tree
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative.drafter import Drafter, TreeDrafter
-from specdec_jax.speculative.state import AnyRows, DecodeState, Draft
-from specdec_jax.speculative.trees import CHILDREN, POINTS
+from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 
 @flax.struct.dataclass
-class NGramDrafter(BeamChainDrafter, TreeDrafter):
+class NGramDrafter(ContinuationDrafter):
     """A drafter that proposes what followed the last n − 1 tokens in texts counted before.
 
     n = 1 is a unigram model, n = 2 a bigram model. The longest context that was seen counts; if
@@ -38,17 +33,35 @@ class NGramDrafter(BeamChainDrafter, TreeDrafter):
     the beginning are filled up with the start token. In a tree each node's own path is looked up.
 
     Attributes:
-      table: the counts.
+      parents, extras: `[N − 1]` int32, in lexicographic order: row i + 1 is row `parents[i]` with
+        the id `extras[i]` before it.
+      starts: `[N + 1]` int32; the continuations of row r lie at `starts[r]` … `starts[r + 1] − 1`.
+      next_tokens, counts: `[E]` int32, the most frequent continuation first; of equally frequent
+        ones the smallest id first.
+      unigram: `[V]` int32, how often each id occurs.
+      vocab_size: V.
+      order: n.
+      start_token: the id that stands for what lies before a sequence.
+      continuations: M, the most that are kept for a context.
+      fingerprint: fingerprint of the vocabulary, "" if it is not known.
       sampled: False drafts the most frequent id, a point mass; in a tree the most frequent ids.
         True draws from the relative frequencies (after a context, those of the continuations that
         are kept), under the same processors, temperature and filters as the target.
     """
 
-    table: NGramTable
+    parents: jax.Array
+    extras: jax.Array
+    starts: jax.Array
+    next_tokens: jax.Array
+    counts: jax.Array
+    unigram: jax.Array
+    vocab_size: int = flax.struct.field(pytree_node=False)
+    order: int = flax.struct.field(pytree_node=False)
+    start_token: int = flax.struct.field(pytree_node=False)
+    continuations: int = flax.struct.field(pytree_node=False)
+    fingerprint: str = flax.struct.field(pytree_node=False, default="")
     sampled: bool = flax.struct.field(pytree_node=False, default=False)
-
-    provides_probs: ClassVar[Any] = property(lambda self: self.sampled)
-    kinds: ClassVar[Any] = property(lambda self: CHILDREN if self.sampled else POINTS)
+    varies: ClassVar[Any] = False
 
     @classmethod
     @isolated
@@ -79,19 +92,14 @@ class NGramDrafter(BeamChainDrafter, TreeDrafter):
           ValueError: nothing to count, ids outside the vocabulary, or a number out of its range.
         """
         arguments.check_flag("sampled", sampled)
-        table = NGramTable.count(
-            sequences,
-            vocab_size,
-            order,
-            start_token=start_token,
-            continuations=continuations,
-            fingerprint=vocabulary.fingerprint() if vocabulary is not None else "",
-        )
-        return cls(table, bool(sampled))
+        fingerprint = vocabulary.fingerprint() if vocabulary is not None else ""
+        counted = count_contexts(sequences, vocab_size, order, start_token, continuations)
+        return cls._put_on_device(counted, fingerprint, bool(sampled))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one file (.npz) that `load` reads."""
-        self.table.save(path, sampled=np.bool_(self.sampled))
+        names = *ARRAYS, *NUMBERS, "fingerprint", "sampled"
+        write_table(path, **{name: np.asarray(getattr(self, name)) for name in names})
 
     @classmethod
     @isolated
@@ -107,70 +115,106 @@ class NGramDrafter(BeamChainDrafter, TreeDrafter):
           ValueError: no such file, a truncated one, or one that was counted with another
             vocabulary.
         """
-        table, values = NGramTable.load(path)
-        _check_vocabulary(str(path), table, vocabulary)
-        return cls(table, bool(values.get("sampled", False)) if sampled is None else sampled)
+        values = read_table(path)
+        sampled = bool(values.get("sampled", False)) if sampled is None else sampled
+        drafter = cls._put_on_device(values, str(values["fingerprint"]), sampled)
+        drafter.check_vocabulary(str(path), vocabulary)
+        return drafter
+
+    @classmethod
+    def _put_on_device(cls, table: dict[str, Any], fingerprint: str, sampled: bool):
+        arrays = {name: jax.device_put(table[name].astype(np.int32)) for name in ARRAYS}
+        numbers = {name: table[name] for name in NUMBERS}
+        return cls(**arrays, **numbers, fingerprint=fingerprint, sampled=sampled)
 
     __repr__ = Drafter.__repr__  # not the dataclass's, with all arrays
 
     @property
     def name(self) -> str:
-        return f"{self.table.order}-gram table"
+        return f"{self.order}-gram table"
 
     def check(self, target: LanguageModel) -> None:
         super().check(target)
-        expected = "an NGramTable (NGramDrafter.load and count make one)"
-        arguments.check_kind("table", self.table, NGramTable, expected)
-        _check_vocabulary("drafter", self.table, target.vocabulary)
+        self.check_vocabulary("drafter", target.vocabulary)
         self.check_ids(target.config.vocab_size, target.start_token)
+
+    def check_vocabulary(self, name: str, vocabulary: Vocabulary | None) -> None:
+        """Raises ValueError, about `name`, for a vocabulary that is known not to be the counts'."""
+        if vocabulary is None or self.fingerprint in ("", vocabulary.fingerprint()):
+            return
+        got = f"a table of {self.vocab_size} ids of another vocabulary"
+        expected = f"that of the model ({vocabulary.size} pieces)"
+        raise ValueError(f"{name}: got {got}, expected {expected}")
 
     def check_ids(self, width: int, start_token: int) -> None:
         """Raises ValueError for a target with fewer ids than the table, or another start token."""
-        table = self.table
-        if table.vocab_size > width:
-            expected = f"at most the target's {width}"
-            raise ValueError(f"drafter: got a table of {table.vocab_size} ids, expected {expected}")
-        if table.start_token != start_token:
-            got, expected = f"start token {table.start_token}", f"the target's {start_token}"
+        if self.vocab_size > width:
+            got, expected = f"a table of {self.vocab_size} ids", f"at most the target's {width}"
+            raise ValueError(f"drafter: got {got}, expected {expected}")
+        if self.start_token != start_token:
+            got, expected = f"start token {self.start_token}", f"the target's {start_token}"
             raise ValueError(f"drafter: got {got}, expected {expected}")
 
-    def draft(
-        self, draft_state: tuple, state: AnyRows, num_wanted: jax.Array
-    ) -> tuple[tuple, Draft]:
-        def choose(step: Step, tokens: jax.Array, carry: Any):
-            rows = self.table.rows(tokens, state.lengths + step)
-            return self.table.ranked(rows, 1)[:, 0], carry
+    def find(self, memory: Any, texts: Texts, count: int, length: int) -> Found:
+        rows, match = self.find_rows(texts.tokens, texts.lengths)
+        return Found(self.ranked(rows, count)[..., None], match[:, None])
 
-        def logits_of(step: Step, tokens: jax.Array, carry: Any):
-            logits = self.table.logits(self.table.rows(tokens, state.lengths + step))
-            return match_width(logits[:, None], state.config.vocab_size), carry
+    def logits(self, memory: Any, texts: Texts) -> jax.Array:
+        """Returns log counts `[N, V]` of the kept continuations of the longest known contexts.
 
-        if self.sampled:
-            draft, _ = draft_from_logits(state, num_wanted, logits_of)
-            return (), draft._replace(calls=jnp.zeros_like(state.lengths))
-        tokens, num_drafted, _ = draft_tokens(state, num_wanted, choose, ())
-        return (), draft_without_calls(state, tokens, num_drafted, point_mass(state, tokens))
+        For the empty context they are those of all ids.
+        """
+        rows, _ = self.find_rows(texts.tokens, texts.lengths)
+        tokens = self.ranked(rows, self.continuations)
+        places = self.starts[rows][:, None] + jnp.arange(self.continuations)
+        places = jnp.minimum(places, len(self.counts) - 1)
+        # The few continuations kept are scattered; unused places get an id past the vocabulary and
+        # are dropped.
+        tokens = jnp.where(tokens < 0, self.vocab_size, tokens)
+        nothing = jnp.full((len(rows), self.vocab_size), -jnp.inf, jnp.float32)
+        values = jnp.log(self.counts[places].astype(jnp.float32))
+        some = nothing.at[jnp.arange(len(rows))[:, None], tokens].set(values, mode="drop")
+        return jnp.where((rows == 0)[:, None], jnp.log(self.unigram.astype(jnp.float32)), some)
 
-    def draft_tree(
-        self, draft_state: tuple, state: DecodeState, num_wanted: jax.Array, max_depth: jax.Array
-    ):
-        def logits_of(level: Level, carry: Any):
-            logits = self.table.logits(self.table.rows(*level.rows(state)))
-            logits = match_width(logits, state.config.vocab_size)
-            return logits.reshape(*level.tokens.shape, -1), carry
+    def find_rows(self, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the row `[N]` of the longest known context at the end of each text.
 
-        def children_of(level: Level, carry: Any):
-            rows = self.table.rows(*level.rows(state))
-            tokens = self.table.ranked(rows, max(level.counts))
-            return Children(tokens.reshape(*level.tokens.shape, -1)), carry
+        Of `tokens [N, S]` the first `lengths [N]` count. Returns also the contexts' lengths.
+        """
+        rows, match = jnp.zeros_like(lengths), jnp.zeros_like(lengths)
+        for length in range(1, self.order):
+            place = lengths - length
+            before = jnp.take_along_axis(tokens, jnp.maximum(place, 0)[:, None], axis=1)[:, 0]
+            longer, known = self._find(rows, jnp.where(place >= 0, before, self.start_token))
+            # All endings of a known context are known: after a miss no longer one is.
+            known &= match == length - 1
+            rows, match = jnp.where(known, longer, rows), jnp.where(known, length, match)
+        return rows, match
 
-        if self.sampled:
-            return (), draft_tree(state, num_wanted, max_depth, logits_of, ())[0]
-        return (), draft_children(state, num_wanted, max_depth, children_of)[0]
+    def _find(self, parents: jax.Array, extras: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the row `[N]` of the context `parents [N]` with the ids `extras [N]` before it.
 
+        Returns also whether there is one. It is searched by bisection.
+        """
+        size = len(self.parents)
 
-def _check_vocabulary(name: str, table: NGramTable, vocabulary: Vocabulary | None) -> None:
-    if vocabulary is not None and not table.matches(vocabulary):
-        got = f"a table of {table.vocab_size} ids of another vocabulary"
-        expected = f"that of the target ({vocabulary.size} pieces)"
-        raise ValueError(f"{name}: got {got}, expected {expected}")
+        def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]):
+            low, high = bounds
+            middle = (low + high) // 2
+            here, there = self.parents[middle], self.extras[middle]
+            smaller = (low < high) & ((here < parents) | (here == parents) & (there < extras))
+            return jnp.where(smaller, middle + 1, low), jnp.where(smaller, high, middle)
+
+        bounds = jnp.zeros_like(parents), jnp.full_like(parents, size)
+        index = jnp.minimum(jax.lax.fori_loop(0, size.bit_length(), halve, bounds)[0], size - 1)
+        return index + 1, (self.parents[index] == parents) & (self.extras[index] == extras)
+
+    def ranked(self, rows: jax.Array, count: int) -> jax.Array:
+        """Returns the `count` most frequent ids `[N, count]` after the contexts `rows [N]`.
+
+        They are −1 where fewer are kept.
+        """
+        places = self.starts[rows][:, None] + jnp.arange(count)
+        inside = places < self.starts[rows + 1][:, None]
+        tokens = self.next_tokens[jnp.minimum(places, len(self.next_tokens) - 1)]
+        return jnp.where(inside, tokens, -1)

@@ -77,7 +77,7 @@ def shortlist_from_counts(counts: Any, size: int, eos_ids: Sequence[int] = ()) -
 
     Args:
       counts: `[V]`, how often each id occurs in outputs like those to come, e.g.
-        `NGramDrafter.table.unigram` or `np.bincount(ids, minlength=V)`.
+        `NGramDrafter.unigram` or `np.bincount(ids, minlength=V)`.
       size: F, from 1 to V, `eos_ids` included.
       eos_ids: ids that are taken whatever their counts.
     """

@@ -195,9 +195,13 @@ OTHERS = {
         lambda: sd.NGramDrafter.count([[3]], 12, 2, start_token=""),
         "start_token: got '', expected an id",
     ),
-    "table": (
-        lambda: sd.generate(MODEL, [[3]], drafter=sd.NGramDrafter(3)),
-        "table: got 3, expected an NGramTable",
+    "prefer": (
+        lambda: sd.PromptLookupDrafter(prefer="far"),
+        "prefer: got 'far', expected 'nearest'",
+    ),
+    "min_match": (
+        lambda: sd.PromptLookupDrafter(2, 3),
+        "min_match: got 3, expected an integer from 0 to 2",
     ),
     "switch": (
         lambda: sd.HorizontalCascade(DRAFTER, DRAFTER, True),

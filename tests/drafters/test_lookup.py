@@ -14,7 +14,7 @@ from toy_models import HashModel, Words, compilations
 
 import specdec_jax as sd
 from specdec_jax.decoding.generate import prepare
-from specdec_jax.drafters.ngram_table import NGramTable
+from specdec_jax.drafters.continuations import Texts
 from specdec_jax.speculative import distributions as speculative_distributions
 from specdec_jax.speculative import randomness
 from specdec_jax.speculative.sampling import SamplingConfig
@@ -139,10 +139,10 @@ def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(name,
     logits = np.zeros((B, 3, V))
     if name != "random":
         before = np.pad(tokens, ((0, 0), (1, 0)))  # the start token is 0
-        dist = jax.jit(lambda table, tokens, lengths: table.logits(table.rows(tokens, lengths)))
-        dists = [
-            dist(drafter(name).table, before, np.full(B, length, np.int32)) for length in (1, 2, 3)
-        ]
+        dist = jax.jit(
+            lambda table, tokens, lengths: table.logits((), Texts(tokens, lengths, lengths))
+        )
+        dists = [dist(drafter(name), before, np.full(B, length, np.int32)) for length in (1, 2, 3)]
         logits = np.stack(jax.device_get(dists), axis=1)
     allowed = np.where(forbidden, -np.inf, logits)
     some = np.any(
@@ -219,17 +219,16 @@ def test_tables_equal_counting_in_python(order, start, alphabet):
     """Distributions after every context, seen or not, with the most frequent id and its ties."""
     rng, most = np.random.default_rng(order * alphabet), 3
     sequences = [rng.integers(0, alphabet, rng.integers(0, 9)).tolist() for _ in range(40)]
-    table = NGramTable.count(sequences, V, order, start_token=start, continuations=most)
+    table = sd.NGramDrafter.count(sequences, V, order, start_token=start, continuations=most)
     found = slow_counts(sequences, order, start)
     lengths = rng.integers(1, 7, 300)
     tokens = rng.integers(0, min(alphabet + 1, V), (300, 8))
     tokens[:, 0] = start  # a row begins with it
-    rows = jax.jit(lambda table, tokens, lengths: table.rows(tokens, lengths))(
+    rows = jax.jit(lambda table, tokens, lengths: table.find_rows(tokens, lengths)[0])(
         table, tokens, lengths
     )
-    dists = np.exp(
-        np.asarray(jax.jit(lambda table, rows: table.logits(rows))(table, rows), np.float64)
-    )
+    logits = jax.jit(lambda table, *texts: table.logits((), Texts(*texts)))
+    dists = np.exp(np.asarray(logits(table, tokens, lengths, lengths), np.float64))
     best = np.asarray(table.ranked(rows, 1)[:, 0])
     for row, (ids, length) in enumerate(zip(tokens.tolist(), lengths)):
         # Its start token is one of the padding that counting puts before a sequence.
@@ -240,8 +239,8 @@ def test_tables_equal_counting_in_python(order, start, alphabet):
 
 def test_before_a_prompt_stand_start_tokens():
     """A prompt need not begin with one: after (0, 1) comes 2, after (1, 1) comes 3."""
-    table = NGramTable.count([[1, 2], [4, 1, 1, 3]], V, 3, start_token=0)
-    rows = table.rows(np.array([[1, 1], [1, 1]]), np.array([1, 2]))
+    table = sd.NGramDrafter.count([[1, 2], [4, 1, 1, 3]], V, 3, start_token=0)
+    rows, _ = table.find_rows(np.array([[1, 1], [1, 1]]), np.array([1, 2]))
     assert np.asarray(table.ranked(rows, 1)).tolist() == [[2], [3]]
 
 
@@ -328,8 +327,7 @@ def test_a_table_of_another_vocabulary_is_rejected(tmp_path):
     count = functools.partial(sd.NGramDrafter.count, [[3, 4, EOS]])
     count(V, 2, vocabulary=Words()).save(tmp_path / "table.npz")
     assert (
-        sd.NGramDrafter.load(tmp_path / "table.npz", Words()).table.fingerprint
-        == Words().fingerprint()
+        sd.NGramDrafter.load(tmp_path / "table.npz", Words()).fingerprint == Words().fingerprint()
     )
     with pytest.raises(
         ValueError, match="table.npz: got a table of 16 ids of another vocabulary, expected that of"

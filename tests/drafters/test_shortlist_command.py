@@ -79,7 +79,7 @@ def test_options_make_the_drafter(folder, flags, expected):
     )
     options.check()
     drafter = options.load()[1]
-    counts = np.asarray(sd.NGramDrafter.load(folder / "table.npz").table.unigram)
+    counts = np.asarray(sd.NGramDrafter.load(folder / "table.npz").unigram)
     if "shortlist" in given:
         ids = sd.shortlist_from_counts(counts, expected or np.count_nonzero(counts), [EOS])
     else:

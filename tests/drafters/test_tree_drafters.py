@@ -50,6 +50,8 @@ DRAFTERS = {
     "bigrams": (TARGET, lambda: table(False)),
     "bigrams, drawn": (TARGET, lambda: table(True)),
     "lookup": (TARGET, lambda: sd.PromptLookupDrafter(1)),
+    "copy": (TARGET, lambda: sd.PromptLookupDrafter(min_match=0)),
+    "assisted": (TARGET, lambda: sd.AssistedNGramDrafter(3)),
     "two models": (
         TARGET,
         lambda: sd.MergedDrafter(sd.ModelDrafter(MODEL), sd.ModelDrafter(OTHER)),
@@ -365,7 +367,7 @@ def test_what_makes_no_sense_is_rejected():
             dict(tree=Tree.uniform((2,), children="drawn")),
             "expected 'top'",
         ),
-        (sd.AssistedNGramDrafter(), dict(tree=tree), "which drafts chains"),
+        (sd.RandomDrafter(V), dict(tree=tree), "which drafts chains"),
     ):
         with pytest.raises(ValueError, match=message):
             sd.generate(TARGET, INPUTS, drafter=drafter, **options)

@@ -54,6 +54,8 @@ DRAFTERS = {
     "trigrams": lambda: table(3, False),
     "parallel": lambda: sd.ParallelDrafter(similar()),
     "lookup": lambda: sd.PromptLookupDrafter(1),
+    "latest": lambda: sd.PromptLookupDrafter(1, prefer="latest"),
+    "copy": lambda: sd.PromptLookupDrafter(min_match=0),
     "assisted": lambda: sd.AssistedNGramDrafter(),
     "random": lambda: sd.RandomDrafter(V),
     "from outside": own_parts.RepeatDrafter,
@@ -65,7 +67,7 @@ DRAFTERS = {
 
 # Whose own files test their exactness in the first tier.
 COVERED = (
-    *("shortlist", "parallel", "eagle", "8 bits", "trigrams"),
+    *("latest", "shortlist", "parallel", "eagle", "8 bits", "trigrams"),
     *("vertical cascade", "horizontal cascade"),
 )
 

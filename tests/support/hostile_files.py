@@ -27,7 +27,7 @@ TOKENIZER = GOLDEN / "hf_tokenizer"
 def write_bases(folder: pathlib.Path) -> None:
     """Writes one small sound folder of each kind."""
     from specdec_jax.checkpoints import native_format
-    from specdec_jax.drafters.ngram_table import NGramTable
+    from specdec_jax.drafters.ngram import NGramDrafter
     from specdec_jax.models.heads import HeadsConfig
 
     for name in ("safetensors", "shards", "flax", "pytorch", "orbax", "own"):
@@ -48,7 +48,7 @@ def write_bases(folder: pathlib.Path) -> None:
     params = {name: np.zeros(shape, np.float32) for name, shape in config.parameter_shapes.items()}
     native_format.write_heads(config, "x", make.unflatten(params), folder / "heads")
     (folder / "table").mkdir()
-    NGramTable.count([[3, 4, 5], [3, 4]], 8, 2).save(folder / "table" / "table.npz")
+    NGramDrafter.count([[3, 4, 5], [3, 4]], 8, 2).save(folder / "table" / "table.npz")
 
 
 @functools.cache
