@@ -28,9 +28,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax, jax.numpy as jnp
 import orbax.checkpoint, tensorstore  # imports are not what is measured
 from specdec_jax import checkpoints
+from specdec_jax.checkpoints import loader
 folder, small, dtype = sys.argv[1:]
-# Nor is what XLA compiles to bring the weights into the loop's layout.
+# Nor is what XLA compiles to bring the weights into the loop's layout, and what tracing takes.
 checkpoints.load(small, dtype)
+loader.load_shape(folder).parameter_shapes
 getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
 def status(name):
     kilobytes = re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]
