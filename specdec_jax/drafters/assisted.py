@@ -112,10 +112,9 @@ class AssistedNGramDrafter(ContinuationDrafter):
         ids, weights, match = (jnp.concatenate(parts, axis=1) for parts in (known, counts, matches))
         longest = jnp.max(jnp.where(weights > 0, match, 0), axis=1, keepdims=True)
         weights = jnp.where(match == longest, weights, 0)
-        best = find_best(ids, _sum_weights(ids, weights), count)
-        ids = jnp.take_along_axis(ids, jnp.maximum(best, 0), axis=1)
-        nothing = jnp.where(jnp.arange(count) > 0, -1, 0)  # the first is always there
-        return Found(jnp.where(best < 0, nothing, ids)[..., None], longest)
+        best, _ = find_best(ids, _sum_weights(ids, weights), count)
+        least = jnp.where(jnp.arange(count) > 0, -1, 0)  # the first is always there
+        return Found(jnp.maximum(best, least)[..., None], longest)
 
     def observe(self, draft_state: NGramMemory, state: DecodeState, scored: Scored) -> NGramMemory:
         """Remembers the target's most probable ids at every position that the target was fed."""

@@ -204,8 +204,8 @@ def compare_endings(
     return jnp.where(there, in_a_row, 0), jnp.where(there, equal, 0)
 
 
-def find_best(ids: jax.Array, weights: jax.Array, count: int) -> jax.Array:
-    """Returns the places `[N, count]` of the heaviest candidates of different ids, heaviest first.
+def find_best(ids: jax.Array, weights: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the heaviest candidates of different ids, the heaviest first.
 
     Args:
       ids: `[N, C]`, the candidates.
@@ -213,13 +213,16 @@ def find_best(ids: jax.Array, weights: jax.Array, count: int) -> jax.Array:
         the smallest id is taken.
 
     Returns:
-      The places, −1 where there is none left.
+      Their ids, and their places among the C, both `[N, count]`; −1 where there is none left.
     """
-    places = []
+    best_ids, places, last = [], [], jnp.iinfo(jnp.int32).max
     for _ in range(count):
+        # Plain reductions: on a CPU an argmin takes many times as long.
         best = jnp.max(weights, axis=1, keepdims=True)
-        place = jnp.argmin(jnp.where(weights == best, ids, jnp.iinfo(jnp.int32).max), axis=1)
+        heaviest = jnp.where((weights == best) & (best > 0), ids, last)
+        smallest = jnp.min(heaviest, axis=1, keepdims=True)
+        place = jnp.min(jnp.where(heaviest == smallest, jnp.arange(ids.shape[1]), last), axis=1)
+        best_ids.append(jnp.where(best > 0, smallest, -1)[:, 0])
         places.append(jnp.where(best[:, 0] > 0, place, -1))
-        taken = jnp.take_along_axis(ids, place[:, None], axis=1)
-        weights = jnp.where(ids == taken, 0, weights)
-    return jnp.stack(places, axis=1)
+        weights = jnp.where(ids == smallest, 0, weights)
+    return jnp.stack(best_ids, axis=1), jnp.stack(places, axis=1)

@@ -19,7 +19,7 @@ from specdec_jax.drafters.continuations import (
 from specdec_jax.models import arguments
 
 # The last ids that are compared with what stands before a place, in a row or not.
-_COMPARED = 8
+_COMPARED = 4
 
 
 @flax.struct.dataclass
@@ -28,7 +28,7 @@ class PromptLookupDrafter(ContinuationDrafter):
 
     It looks in the row's output (for a decoder-only target in its prompt too) and in the encoder's
     input. The longest ending of at most `max_match` ids that occurs there counts. Of several places
-    it takes the one before which most of the last eight ids are equal, then one in the input: the
+    it takes the one before which most of the last four ids are equal, then one in the input: the
     nearest to the expected place, which is as far into the input as the row is into its new tokens.
     So an output that edits its input is copied from where it corresponds to the input, also when a
     phrase occurs twice. Last come places in the output, the latest first. (Prompt lookup decoding,
@@ -44,7 +44,7 @@ class PromptLookupDrafter(ContinuationDrafter):
     Attributes:
       max_match: the longest ending that is looked for, in ids.
       min_match: the shortest ending after which ids are copied. With 0 something is always copied:
-        from where most of the last eight ids are equal, which is right after a changed word, else
+        from where most of the last four ids are equal, which is right after a changed word, else
         from the expected place, which is right at the first token.
       prefer: "nearest", the order above, or "latest": of places after equally long endings the
         latest in the output (start token and decoder prefix included), else in the input.
@@ -73,36 +73,36 @@ class PromptLookupDrafter(ContinuationDrafter):
         return repeat_inputs(inputs, input_lengths, len(tokens))
 
     def find(self, memory: Inputs, texts: Texts, count: int, length: int) -> Found:
-        slots, columns = texts.tokens.shape[1], memory.tokens.shape[1]
+        output, slots, columns = texts.tokens, texts.tokens.shape[1], memory.tokens.shape[1]
+        slot, column = jnp.arange(slots), jnp.arange(columns)
         nearest = self.prefer == "nearest"
         compared = max(self.max_match, _COMPARED) if nearest else self.max_match
-        ending = last_ids(texts.tokens, texts.lengths, compared)
-        sources = (texts.tokens, texts.lengths), memory
-        fits = zip(*(compare_endings(*source, ending, self.max_match) for source in sources))
-        known, match, equal = (
-            jnp.concatenate(parts, axis=1) for parts in ((texts.tokens, memory.tokens), *fits)
-        )
-        column, in_output = jnp.arange(columns), jnp.arange(slots + columns) < slots
-        ends = jnp.where(in_output, texts.lengths[:, None], slots + memory.lengths[:, None])
-        # Greater numbers for better places: `score` first, of equal ones `close`, which is less
-        # than `span`.
+        ending = last_ids(output, texts.lengths, compared)
+        own, own_equal = compare_endings(output, texts.lengths, ending, self.max_match)
+        match, equal = compare_endings(*memory, ending, self.max_match)
+        # Greater weights for better places. What is added last is less than `span`.
         span = slots + columns + 1
         if nearest:
             expected = (texts.lengths - texts.starts)[:, None]
-            score = 2 * ((compared + 1) * match + equal) + (~in_output).astype(jnp.int32)
             close = jnp.maximum(span - 1 - jnp.abs(column - expected), 1)
-            eligible = (equal > 0) | ~in_output
+            weights = span * (2 * ((compared + 1) * match + equal) + 1) + close
+            eligible = column < memory.lengths[:, None]
+            own_weights = span * 2 * ((compared + 1) * own + own_equal) + slot + 1
+            own_eligible = own_equal > 0
         else:
-            score = 2 * match + in_output.astype(jnp.int32)
-            close, eligible = jnp.broadcast_to(column, memory.tokens.shape) + 1, match > 0
-        latest = jnp.broadcast_to(jnp.arange(slots) + 1, texts.tokens.shape)
-        weights = span * score + jnp.concatenate([latest, close], axis=1)
-        eligible &= jnp.arange(slots + columns) < ends
-        best = find_best(known, jnp.where(eligible, weights, 0), count)
-        first = jnp.maximum(best, 0)
-        places = first[..., None] + jnp.arange(length)
-        copied = jnp.take_along_axis(known[:, None], jnp.minimum(places, span - 2), axis=2)
-        there = (best >= 0)[..., None] & (
-            places < jnp.take_along_axis(ends, first, axis=1)[..., None]
+            weights, eligible = span * 2 * match + column + 1, match > 0
+            own_weights, own_eligible = span * (2 * own + 1) + slot + 1, own > 0
+        weights = jnp.where(eligible, weights, 0)
+        own_weights = jnp.where(own_eligible, own_weights, 0)
+        known, weights, match = (
+            jnp.concatenate(both, axis=1)
+            for both in ((output, memory.tokens), (own_weights, weights), (own, match))
         )
-        return Found(jnp.where(there, copied, -1), jnp.take_along_axis(match, first, axis=1))
+        _, best = find_best(known, weights, count)
+        first = jnp.maximum(best, 0)
+        end = jnp.where(first < slots, texts.lengths[:, None], slots + memory.lengths[:, None])
+        places = first[..., None] + jnp.arange(length)
+        there = (best >= 0)[..., None] & (places < end[..., None])
+        places = jnp.minimum(places, slots + columns - 1).reshape(len(known), -1)
+        ids = jnp.take_along_axis(known, places, axis=1).reshape(there.shape)
+        return Found(jnp.where(there, ids, -1), jnp.take_along_axis(match, first, axis=1))

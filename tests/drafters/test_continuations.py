@@ -113,5 +113,6 @@ def test_a_continuation_that_matches_less_than_is_asked_for_is_not_drafted():
 def test_the_heaviest_candidates_of_different_ids():
     ids = jnp.array([[5, 3, 5, 9, 2], [4, 4, 4, 4, 4]])
     weights = jnp.array([[1, 2, 4, 2, 0], [0, 0, 3, 0, 0]])
-    found = find_best(ids, weights, 4)  # of equally heavy ones the smallest id first
-    np.testing.assert_array_equal(found, [[2, 1, 3, -1], [2, -1, -1, -1]])
+    best, places = find_best(ids, weights, 4)  # of equally heavy ones the smallest id first
+    np.testing.assert_array_equal(best, [[5, 3, 9, -1], [4, -1, -1, -1]])
+    np.testing.assert_array_equal(places, [[2, 1, 3, -1], [2, -1, -1, -1]])

@@ -29,7 +29,7 @@ def slow_copy(output, source, new: int, copier, wanted: int, eos) -> list[int]:
 
     def rank(text, place):
         before, last = text[:place][::-1], output[::-1]
-        same = [a == b for a, b in zip(before[:8], last[:8])]
+        same = [a == b for a, b in zip(before[:4], last[:4])]
         match = min((same + [False]).index(False), copier.max_match)
         if match < copier.min_match or text is output and not any(same):
             return None
