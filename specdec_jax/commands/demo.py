@@ -22,7 +22,7 @@ from specdec_jax.commands.generation_flags import check_gamma, make_flag
 from specdec_jax.commands.options import DecodingOptions, check_at_least
 from specdec_jax.commands.sentences import read_built_in_sentences
 from specdec_jax.decoding import request
-from specdec_jax.decoding.checks import UnsupportedCombination, unsupported
+from specdec_jax.decoding.checks import unsupported
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.trace import TraceStep, trace

@@ -170,6 +170,7 @@ class _WatchedState(NamedTuple):
     q: Float[Array, "B G"]
 
 
+@jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class _Endless(Policy):
     """A policy that reads distributions, so that drafters tell them, and ends no draft."""
@@ -196,7 +197,7 @@ class _WatchedDrafter(Drafter):
         told, read = self.drafter.provides_probs, state.policy
         unread = read is None or not read.needs_probs
         if told and unread:
-            state = state.replace(policy=_Endless(state.config.gamma))
+            state = dataclasses.replace(state, policy=_Endless(state.config.gamma))
         own, draft = self.drafter.draft(draft_state.own, state, num_wanted)
         q = jnp.full_like(draft_state.q, jnp.nan)
         if told and draft.seen is not None:
@@ -211,7 +212,9 @@ class _WatchedDrafter(Drafter):
         assert scored.logits is not None, "the drafter reads logits"
         lengths, drafted = state.lengths - scored.num_new, scored.tokens[:, 1:]
         count = jnp.full_like(lengths, drafted.shape[1])
-        before = state.replace(tokens=write(state.tokens, drafted, lengths, count), lengths=lengths)
+        before = dataclasses.replace(
+            state, tokens=write(state.tokens, drafted, lengths, count), lengths=lengths
+        )
         adjusted = make_prefixes(before), state.sampling, state.config.mode
         dist = distributions.standardize(scored.logits, *adjusted, soften=True)
         p = dist.prob(jnp.pad(drafted, ((0, 0), (0, 1))))[:, :-1]
