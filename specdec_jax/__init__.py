@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares it with the 
     from specdec_jax.decoding.stream import Piece, stream
     from specdec_jax.decoding.trace import trace
     from specdec_jax.drafters.assisted import AssistedNGramDrafter
+    from specdec_jax.drafters.best_of import BestOf
     from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
     from specdec_jax.drafters.eagle import EagleDrafter
     from specdec_jax.drafters.early_exit import EarlyExitDrafter
@@ -67,6 +68,7 @@ _NAMES = {
     "decoding.stream": "Piece stream",
     "decoding.trace": "trace",
     "drafters.assisted": "AssistedNGramDrafter",
+    "drafters.best_of": "BestOf",
     "drafters.cascade": "HorizontalCascade VerticalCascade",
     "drafters.eagle": "EagleDrafter",
     "drafters.early_exit": "EarlyExitDrafter",

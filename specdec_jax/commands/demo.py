@@ -22,7 +22,7 @@ from specdec_jax.commands.generation_flags import check_gamma, make_flag
 from specdec_jax.commands.options import DecodingOptions, check_at_least
 from specdec_jax.commands.sentences import read_built_in_sentences
 from specdec_jax.decoding import request
-from specdec_jax.decoding.checks import UnsupportedCombination, unsupported
+from specdec_jax.decoding.checks import unsupported
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.trace import TraceStep, trace
@@ -33,11 +33,11 @@ from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM
-from specdec_jax.speculative.drafter import Drafter, TreeDrafter
+from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policy import MAX_GAMMA
 from specdec_jax.speculative.randomness import make_key
 from specdec_jax.speculative.tree_text import EXPECTED, read_tree
-from specdec_jax.speculative.trees import AUTO, LOSSY_TREES, DynamicTree, Tree
+from specdec_jax.speculative.trees import LOSSY_TREES, DynamicTree, Tree
 from specdec_jax.speculative.verifiers import find_verifier
 from specdec_jax.tokenizers.vocabularies import check_texts
 
@@ -57,13 +57,6 @@ _COLUMNS_OF_A_TREE = (
     "sees: the drafted tokens (■) that a token attends to, beside all committed ones;\n"
     "p, q: its probability by the target and by the drafter, at temperature 0 as if it were 1"
 )
-# The verifiers of chains as kinds of children and verifiers of trees with one branch.
-_AS_TREE = {
-    "block": ("drawn", "traversal"),
-    "token": ("drawn", "recursive"),
-    "gumbel": ("gumbel", "gumbel"),
-    "typical": ("drawn", "typical"),
-}
 _SENTENCES = 8  # how many of the built-in sentences are shown
 _NEXT = """
 next: specdec demo "A sentence of your own."
@@ -109,12 +102,6 @@ class DemoOptions(DecodingOptions):
         check_beside_tree(tree, self.verifier)
         check_at_least(1, repeats=self.repeats, gamma=1 if isinstance(gamma, str) else gamma)
         self.gamma_of(gamma, tree)
-        if self.trace and (isinstance(gamma, str) and tree is None or self.gamma_policy != "fixed"):
-            got = f"trace: got True with gamma={gamma!r}, gamma_policy={self.gamma_policy!r}"
-            raise UnsupportedCombination(f"{got}, expected a number of tokens")
-        if self.trace and self.verifier not in _AS_TREE:
-            got = f"trace: got True with verifier={self.verifier!r}"
-            raise UnsupportedCombination(f"{got}, expected one of {', '.join(_AS_TREE)}")
         if self.plot:
             if not (self.tree or self.trace):
                 raise unsupported("plot", f"{self.plot!r} without a tree", "--tree or --trace too")
@@ -136,27 +123,6 @@ class DemoOptions(DecodingOptions):
         """Returns the tree that is drafted, None for a chain."""
         return None if self.tree is None else read_tree(self.tree)
 
-    def choose_traced(self, drafter: Drafter) -> dict[str, Any]:
-        """Returns γ, tree and verifier for `trace`.
-
-        A chain whose tokens are to be drawn is traced as the tree with one branch that draws the
-        same tokens.
-        """
-        gamma, tree = self.max_drafted, self.parse_tree()
-        chain = tree is None or tree.is_chain and tree.children == tree.verifier == AUTO
-        if not (self.trace and chain):
-            return dict(gamma=self.gamma_of(gamma, tree), verifier=self.verifier, tree=tree)
-        if not isinstance(drafter, TreeDrafter):
-            got = f"trace: got True with {drafter.name}, which provides no probabilities"
-            raise UnsupportedCombination(f"{got}, expected another drafter")
-        children, verifier = _AS_TREE[self.verifier]
-        if children not in drafter.kinds:
-            children, verifier = "top", "point"
-        length = tree.depth if tree is not None and isinstance(gamma, str) else gamma
-        assert isinstance(length, int)
-        one_branch = Tree.chain(length, children=children, verifier=verifier)
-        return dict(gamma="auto", verifier="block", tree=one_branch)
-
 
 def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     """Runs `specdec demo`: prints a trace of every sentence, then times."""
@@ -173,7 +139,6 @@ class Demo:
 
     Attributes:
       batches: each sentence by itself.
-      traced: options of `trace` that differ from those of the timing.
     """
 
     def __init__(
@@ -185,7 +150,6 @@ class Demo:
     ):
         self.options, self.target, self.drafter = options, target, drafter
         self.sentences, self.screen = sentences, Screen()
-        self.traced = options.choose_traced(drafter)
         # What is too long is rejected before anything compiles.
         ids = encode(target, sentences, options.max_input_length)
         keys = fold_keys(make_key(options.seed), np.arange(len(sentences)))
@@ -205,14 +169,19 @@ class Demo:
         self.screen.show(traces.LEGEND)
         if options.trace:
             say(_COLUMNS_OF_A_TREE)
-        decoding = {"drafter": self.drafter, **options.decoding(), **self.traced}
+        tree = options.parse_tree()
+        drafts = dict(gamma=options.gamma_of(options.max_drafted, tree), tree=tree)
+        decoding = {"drafter": self.drafter, **options.decoding(), **drafts}
         calls: list[list[TraceStep]] = []
         compiled = set()
         for sentence, batch in zip(self.sentences, self.batches):
             announced = f"compiling speculative decoding (up to {batch.padded} tokens)"
             compiles = batch.padded not in compiled
             with show_waiting(announced) if compiles else contextlib.nullcontext():
-                calls.append(trace(self.target, sentence, key=batch.keys, **decoding))
+                steps = trace(self.target, sentence, key=batch.keys, **decoding)
+            if options.trace:  # a chain is drawn as the tree that it is
+                steps = [step._replace(tree=step.tree or step.chain) for step in steps]
+            calls.append(steps)
             compiled.add(batch.padded)
             say(f"\n{sentence}")
             lines = traces.trace_lines(calls[-1], self.target)

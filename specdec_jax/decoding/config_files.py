@@ -210,8 +210,8 @@ def _read_gin(path: str | PathLike) -> dict[str, Any]:
     for statement in statements:
         if isinstance(statement, config_parser.BindingStatement):
             scope = f"{statement.scope}/" if statement.scope else ""
-            block = blocks.setdefault(scope + statement.selector, {})
-            block[statement.arg_name] = statement.value
+            fields = blocks.setdefault(scope + statement.selector, {})
+            fields[statement.arg_name] = statement.value
         elif not isinstance(statement, _IGNORED):
             raise ValueError(f"{path}: got {type(statement).__name__}, expected bindings alone")
     for block in blocks:

@@ -336,7 +336,7 @@ def plan(
         verifier,
         tree=tree,
         strategy=choose_strategy(tree),
-        draft_mode=own and sampling.mode.with_filters_of(own.mode),
+        draft_mode=None if own is None else sampling.mode.with_filters_of(own.mode),
     )
     static = static._replace(widths=_choose_widths(target, drafter, policy, static))
     check_keys(data.key, batch)
@@ -365,7 +365,7 @@ def plan(
         policy=policy,
         shared=dict(bias=rows.bias, forced=rows.forced),
         auto_rows=together * samples if measured else None,
-        draft_rows=own and own.filters(batch),
+        draft_rows=None if own is None else own.filters(batch),
     )
 
 

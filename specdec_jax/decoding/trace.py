@@ -1,11 +1,15 @@
 """Records the iterations of one input, as in the paper's Figure 1, and the drafted trees."""
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding import autotune
@@ -21,8 +25,10 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.distributions import Categorical
-from specdec_jax.speculative.drafter import TreeDrafter
-from specdec_jax.speculative.state import DecodeState
+from specdec_jax.speculative.drafter import Drafter, TreeDrafter
+from specdec_jax.speculative.iteration import write
+from specdec_jax.speculative.policy import Policy
+from specdec_jax.speculative.state import DecodeState, Draft, Scored, make_prefixes
 from specdec_jax.speculative.tree_iteration import TreeDecoding, apply_to_draft, take_path
 
 
@@ -52,7 +58,7 @@ class TreeNode(NamedTuple):
 
 
 class TreeStep(NamedTuple):
-    """The tree of one iteration of one row.
+    """The tree of one iteration of one row, or its chain as a tree with one branch.
 
     Attributes:
       nodes: the nodes that are there, parents before their children, siblings in the order in which
@@ -85,6 +91,8 @@ class TraceStep(NamedTuple):
       entropies: entropies in nats of the distributions that the ids were drawn from, of a tree
         those of nodes 1, 2 …; None unless the policy of γ reads them (see `policy.DraftSignals`).
       tree: the tree that was drafted, None for a chain.
+      chain: the chain that was drafted, as a tree with one branch, with p, q and p/q of each token;
+        None for a tree, and in plain decoding.
     """
 
     accepted: list[int]
@@ -93,6 +101,7 @@ class TraceStep(NamedTuple):
     gamma: int
     entropies: list[float] | None
     tree: TreeStep | None = None
+    chain: TreeStep | None = None
 
 
 @document_options
@@ -109,15 +118,21 @@ def trace(
     if text is None:
         raise ValueError("text: got None, expected a string, or a list of ids")
     state, request = prepare(target, [text], config=config, **data._asdict())
-    strategy, steps, tree = state.config.strategy, [], None
-    length = int(request.prefix_lengths[0])
+    strategy, steps, tree, chain = state.config.strategy, [], None, None
+    length, drafter = int(request.prefix_lengths[0]), request.drafter
+    watched = drafter is not None and not isinstance(strategy, TreeDecoding)
+    if watched:
+        p, q = (np.zeros((1, state.config.gamma), np.float32) for _ in range(2))
+        drafter = _WatchedDrafter(drafter)
+        state = state.replace(draft_state=_WatchedState(state.draft_state, p, q))
     while not bool(state.done[0]):
         if isinstance(strategy, TreeDecoding):
             state, seen = _advance_tree(request.network, request.drafter, state)
             seen = jax.tree.map(lambda values: np.asarray(values)[0], seen)
             tree, drawn = _read_tree(seen), np.flatnonzero(seen.valid[1:])
         else:
-            state = advance(request.network, request.drafter, state, np.int32(1))
+            last = int(state.tokens[0, length - 1])
+            state = advance(request.network, drafter, state, np.int32(1))
         new = [int(token) for token in np.asarray(state.tokens)[0, length : int(state.lengths[0])]]
         length += len(new)
         draft, drafted, accepted = (
@@ -126,15 +141,96 @@ def trace(
         if tree is None:
             drawn = np.arange(drafted)
             rejected = int(draft[accepted]) if accepted < drafted else None
+            if watched:
+                tokens = [last, *draft[:drafted].tolist()]
+                chain = _read_chain(tokens, int(accepted), state.draft_state)
         else:
             children = tree.children(tree.path[-1])
             rejected = tree.nodes[children[0]].token if children else None
         corrected = new[accepted] if len(new) > accepted else None
         entropies = state.last_seen and np.asarray(state.last_seen.entropy)[0, drawn].tolist()
-        steps.append(TraceStep(new[:accepted], rejected, corrected, int(drafted), entropies, tree))
+        seen = new[:accepted], rejected, corrected, int(drafted), entropies
+        steps.append(TraceStep(*seen, tree, chain))
     result = finish(target, state, request)  # raises NonFiniteLogitsError
     autotune.record(request, result)
     return steps
+
+
+class _WatchedState(NamedTuple):
+    """The state of a `_WatchedDrafter`.
+
+    Attributes:
+      own: the drafter's.
+      p, q: as in `TreeNode`, of the tokens of the last draft; NaN for a probability that there is
+        not.
+    """
+
+    own: Any
+    p: Float[Array, "B G"]
+    q: Float[Array, "B G"]
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class _Endless(Policy):
+    """A policy that reads distributions, so that drafters tell them, and ends no draft."""
+
+    needs_probs: ClassVar[bool] = True
+
+
+@flax.struct.dataclass
+class _WatchedDrafter(Drafter):
+    """A drafter of chains that remembers p and q of each drafted token.
+
+    Attributes:
+      drafter: the drafter that does the work.
+    """
+
+    drafter: Drafter
+
+    reads_states: ClassVar[Any] = property(lambda self: self.drafter.reads_states)
+    reads_logits: ClassVar[bool] = True
+
+    def draft(
+        self, draft_state: _WatchedState, state: DecodeState, num_wanted: Int[Array, " B"]
+    ) -> tuple[_WatchedState, Draft]:
+        told, read = self.drafter.provides_probs, state.policy
+        unread = read is None or not read.needs_probs
+        if told and unread:
+            state = dataclasses.replace(state, policy=_Endless(state.config.gamma))
+        own, draft = self.drafter.draft(draft_state.own, state, num_wanted)
+        q = jnp.full_like(draft_state.q, jnp.nan)
+        if told and draft.seen is not None:
+            q = draft.seen.prob[:, : q.shape[1]]
+        if unread:
+            draft = draft._replace(seen=None)
+        return draft_state._replace(own=own, q=q), draft
+
+    def observe(
+        self, draft_state: _WatchedState, state: DecodeState, scored: Scored
+    ) -> _WatchedState:
+        assert scored.logits is not None, "the drafter reads logits"
+        lengths, drafted = state.lengths - scored.num_new, scored.tokens[:, 1:]
+        count = jnp.full_like(lengths, drafted.shape[1])
+        before = dataclasses.replace(
+            state, tokens=write(state.tokens, drafted, lengths, count), lengths=lengths
+        )
+        adjusted = make_prefixes(before), state.sampling, state.config.mode
+        dist = distributions.standardize(scored.logits, *adjusted, soften=True)
+        p = dist.prob(jnp.pad(drafted, ((0, 0), (0, 1))))[:, :-1]
+        if not self.drafter.reads_logits:
+            scored = scored._replace(logits=None)
+        return draft_state._replace(own=self.drafter.observe(draft_state.own, state, scored), p=p)
+
+
+def _read_chain(tokens: Sequence[int], accepted: int, watched: _WatchedState) -> TreeStep:
+    """Returns the last committed token and the drafted ones as a tree with one branch."""
+    p, q = (np.asarray(values)[0] for values in (watched.p, watched.q))
+    nodes = [TreeNode(tokens[0], -1, 1.0, None)]
+    for place, token in enumerate(tokens[1:]):
+        told = None if np.isnan(q[place]) else float(q[place])
+        nodes.append(TreeNode(token, place, float(p[place]), told))
+    return TreeStep(nodes, list(range(accepted + 1)))
 
 
 class _SeenTree(NamedTuple):

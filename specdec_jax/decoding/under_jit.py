@@ -258,7 +258,7 @@ class Decoder:
             widths,
             self.tree,
             strategy=choose_strategy(self.tree),
-            draft_mode=own and mode.with_filters_of(own.mode),
+            draft_mode=None if own is None else mode.with_filters_of(own.mode),
         )
         tokens = prompts.at[:, 0].set(0) if prompted else jnp.zeros_like(prompts[:, :1])
         starts = jnp.sum(jnp.cumprod(tokens[:, 1:] != 0, axis=1), axis=1, dtype=jnp.int32) + 1
@@ -275,7 +275,7 @@ class Decoder:
             settings=self._settings(batch),
             gamma=jnp.full(batch, self.width, jnp.int32),
             policy=policy,
-            draft_sampling=own and own.filters(batch),
+            draft_sampling=None if own is None else own.filters(batch),
         )
         drafter = self.drafter if self.width else None
         num_slots = count_slots(length + 1, config.reach)

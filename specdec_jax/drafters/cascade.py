@@ -37,7 +37,7 @@ class PairState(NamedTuple):
     second: Any
 
 
-def _any_part_property(name: str) -> Any:
+def any_part_property(name: str) -> Any:
     """Returns a property: whether the attribute `name` is true of either part."""
     return property(lambda self: any(getattr(part, name) for part in self.parts))
 
@@ -47,11 +47,10 @@ class DrafterPair(Drafter):
 
     parts: tuple[Any, Any]
     settings: tuple[Any, ...] = ()  # static
-    provides_probs: ClassVar[Any] = _any_part_property("provides_probs")
-    reads_encoder: ClassVar[Any] = _any_part_property("reads_encoder")
-    reads_states: ClassVar[Any] = _any_part_property("reads_states")
-    reads_logits: ClassVar[Any] = _any_part_property("reads_logits")
-    needs_target_state: ClassVar[Any] = _any_part_property("needs_target_state")
+    reads_encoder: ClassVar[Any] = any_part_property("reads_encoder")
+    reads_states: ClassVar[Any] = any_part_property("reads_states")
+    reads_logits: ClassVar[Any] = any_part_property("reads_logits")
+    needs_target_state: ClassVar[Any] = any_part_property("needs_target_state")
 
     def tree_flatten(self):
         return self.parts, self.settings
@@ -187,6 +186,7 @@ class HorizontalCascade(DrafterPair):
     distributions reads those of both; a drafter without them counts as certain.
     """
 
+    provides_probs: ClassVar[Any] = any_part_property("provides_probs")
     varies: ClassVar[Any] = property(
         lambda self: self.settings[1] is not None or any(part.varies for part in self.parts)
     )
@@ -206,8 +206,8 @@ class HorizontalCascade(DrafterPair):
         Raises:
           ValueError: an argument of another kind.
         """
-        _check_drafters(first=first, then=then)
-        _check_behind("then", then)
+        check_drafters(first=first, then=then)
+        check_behind("then", then)
         switch = arguments.check_integer("switch", switch, 1)
         if then_gamma is not None:
             then_gamma = arguments.check_integer("then_gamma", then_gamma, 1)
@@ -245,11 +245,11 @@ class HorizontalCascade(DrafterPair):
         )
         left = jnp.where(ended, 0, jnp.clip(num_wanted - count, 0, late))
         other, tail = then.draft(draft_state.second, behind, left)
-        draft = _join_drafts(state, head, tail)
+        draft = join_drafts(state, head, tail)
         return PairState(own, other), draft
 
 
-def _join_drafts(state: DecodeState, head: Draft, tail: Draft) -> Draft:
+def join_drafts(state: DecodeState, head: Draft, tail: Draft) -> Draft:
     """Returns a draft of a row's tokens in `head`, and after them those in `tail`."""
     counts, config = (head.num_drafted, tail.num_drafted), state.config
     num_drafted = head.num_drafted + tail.num_drafted
@@ -302,6 +302,8 @@ class VerticalCascade(DrafterPair):
     model alone would draft.
     """
 
+    provides_probs: ClassVar[bool] = True
+
     def __init__(self, model_drafter: ModelDrafter, inner: Drafter, inner_gamma: int):
         """Puts a drafter into the draft of another.
 
@@ -317,8 +319,8 @@ class VerticalCascade(DrafterPair):
         if not isinstance(model_drafter, Drafter) or model_drafter.second_model is None:
             got = type(model_drafter).__name__
             raise ValueError(f"model_drafter: got {got}, expected a ModelDrafter")
-        _check_drafters(inner=inner)
-        _check_behind("inner", inner)
+        check_drafters(inner=inner)
+        check_behind("inner", inner)
         self.parts = model_drafter, inner
         self.settings = (arguments.check_integer("inner_gamma", inner_gamma, 1),)
 
@@ -405,13 +407,13 @@ class VerticalCascade(DrafterPair):
         return PairState(loop.model, loop.inner), draft
 
 
-def _check_drafters(**drafters) -> None:
+def check_drafters(**drafters) -> None:
     for name, drafter in drafters.items():
         if not isinstance(drafter, Drafter) or not can_draft_chains(drafter):
             raise ValueError(f"{name}: got {drafter!r}, expected a drafter of chains")
 
 
-def _check_behind(name: str, drafter: Drafter) -> None:
+def check_behind(name: str, drafter: Drafter) -> None:
     """Rejects a drafter that would draft from the target's cache or last state.
 
     They do not hold the tokens drafted before it.

@@ -6,7 +6,6 @@ import types
 import xml.etree.ElementTree
 
 import command_line
-import jax
 import numpy as np
 import pytest
 from sample_records import parse
@@ -18,7 +17,7 @@ from specdec_jax.analysis.variants import Variant
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import demo, sentences
 from specdec_jax.commands import generate as generate_command
-from specdec_jax.decoding.trace import TraceStep, trace
+from specdec_jax.decoding.trace import TraceStep
 from specdec_jax.files import progress
 from specdec_jax.models.padding import bucket_length
 
@@ -134,29 +133,6 @@ def test_demo_of_a_tree(specdec, tmp_path):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("verifier", demo._AS_TREE)
-def test_a_traced_chain_is_the_chain(pair, verifier):
-    """The tree with one branch in its place has the same tokens, accepted and added."""
-    target, drafter = (sd.load(pair / name, dtype="float32") for name in ("target", "drafter"))
-    drafter = sd.ModelDrafter(drafter)
-    options = demo.DemoOptions(
-        gamma=3, verifier=verifier, temperature=1.0, max_new_tokens=12, trace=True
-    )
-    chain, drawn = (
-        trace(
-            target,
-            "Tom",
-            key=jax.random.key(2),
-            **{"drafter": drafter, **options.decoding(), **how},
-        )
-        for how in ({"gamma": 3}, options.choose_traced(drafter))
-    )
-    assert [step._replace(tree=None) for step in drawn] == chain and all(
-        step.tree for step in drawn
-    )
-
-
 def test_every_call_is_traced(specdec):
     code, out, _ = specdec("demo", *MODELS, "--repeats=1", "--trace", "--gamma=2", "Tom", "We")
     titles = re.findall(r"^ *# sees +p +q +p/q$", out, re.MULTILINE)
@@ -169,16 +145,6 @@ def test_every_call_is_traced(specdec):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--trace", "--gamma=auto"], "trace: got True with gamma='auto'"),
-        (
-            ["--trace", "--gamma_policy=heuristic"],
-            "trace: got True with gamma=4, gamma_policy='heuristic'",
-        ),
-        (
-            ["--trace", "--verifier=lenient", "--lenience=0.5"],
-            "trace: got True with verifier='lenient'",
-        ),
-        (["--trace", "--drafter=random"], "trace: got True with random tokens"),
         (["--tree=widths:2", "--gamma=3"], "gamma: got 3, expected an integer from 0 to 2"),
         (["--tree=wide"], "tree: got 'wide', expected widths:"),
         (["--plot=a.svg"], "plot: got 'a.svg' without a tree"),

@@ -89,6 +89,7 @@ WITHOUT_JAX = {
     "GenerationResult",
     "HeadsConfig",
     "Heuristic",
+    "BestOf",
     "HorizontalCascade",
     "MergedDrafter",
     "NonFiniteLogitsError",

@@ -60,6 +60,7 @@ DRAFTERS = {
     "random": lambda: sd.RandomDrafter(V),
     "from outside": own_parts.RepeatDrafter,
     "vertical cascade": lambda: sd.VerticalCascade(sd.ModelDrafter(similar()), table(2, False), 2),
+    "better of two": lambda: sd.BestOf(sd.PromptLookupDrafter(1), sd.ModelDrafter(similar())),
     "horizontal cascade": lambda: sd.HorizontalCascade(
         sd.ModelDrafter(similar()), table(2, True), 2
     ),
@@ -68,7 +69,7 @@ DRAFTERS = {
 # Whose own files test their exactness in the first tier.
 COVERED = (
     *("latest", "shortlist", "parallel", "eagle", "8 bits", "trigrams"),
-    *("vertical cascade", "horizontal cascade"),
+    *("vertical cascade", "horizontal cascade", "better of two"),
 )
 
 
@@ -116,7 +117,8 @@ def test_every_drafter_under_every_verifier(name, verifier):
 
 def test_the_table_has_every_drafter():
     """Of those that draft chains; for trees there is `test_tree_drafters.py`."""
-    exported = {name for name in sd.__all__ if name.endswith(("Drafter", "Cascade"))} - {"Drafter"}
+    ends = "Drafter", "Cascade", "BestOf"
+    exported = {name for name in sd.__all__ if name.endswith(ends)} - {"Drafter"}
     exported = {name for name in exported if getattr(sd, name).draft is not sd.Drafter.draft}
     assert exported == {
         type(make()).__name__ for name, make in DRAFTERS.items() if name != "from outside"
