@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 _SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 # Commands that handle signals themselves.
-_TRAINING_COMMANDS = ("train", "train_heads", "distill")
+_TRAINING_COMMANDS = ("train", "train_heads", "train_eagle", "distill")
 
 # Seconds after a signal in which the other commands must end.
 _PATIENCE = 3.0

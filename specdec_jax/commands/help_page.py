@@ -61,6 +61,7 @@ specdec convert --source=ende/target --output=target-t5x --format=t5x
 specdec distill {_PAIR} --source_files=configs/examples/train.tsv {_DISTILL}
 specdec train --gin_file=configs/examples/train.gin --gin.OUTPUT_DIR=\"runs/smoke\"
 specdec train_heads --gin_file=configs/examples/heads.gin --gin.OUTPUT_DIR=\"runs/heads\"
+specdec train_eagle --gin_file=configs/examples/eagle.gin --gin.OUTPUT_DIR=\"runs/eagle\"
 """
 EXAMPLES = {
     name: tuple(examples)

@@ -67,7 +67,8 @@ class ModelOptions:
     target: str | None = None
     drafter: str | None = make_option(
         None,
-        "a smaller model, named like --target; a folder that `specdec train_heads` wrote;"
+        "a smaller model, named like --target; a folder that `specdec train_heads` or"
+        " `specdec train_eagle` wrote;"
         " parallel:FOLDER, a model that drafts all tokens in one call;"
         " exit:K, the target's first K decoder layers; a table (.npz) that `specdec count` wrote; "
         + "; ".join(f"{name}: {one.summary}" for name, one in named.WITHOUT_FILES.items())

@@ -39,6 +39,12 @@ SMALLER = {
             steps=2, warmup_steps=0, decay_steps=1, batch_tokens=64, buckets=[64]
         ).items()
     ],
+    "train_eagle": [
+        f"--gin.EagleTrainConfig.{name}={value}"
+        for name, value in dict(
+            depth=2, steps=2, warmup_steps=0, decay_steps=1, batch_tokens=64, buckets=[64]
+        ).items()
+    ],
 }
 
 
