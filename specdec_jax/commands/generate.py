@@ -195,20 +195,20 @@ class _Job(NamedTuple):
     Attributes:
       options, config: of the command, and its options of decoding.
       target, drafter: the models.
-      learner: what trains the drafter while it drafts, or None.
       outputs: number of outputs for every input.
       source: `Sentences`, or the examples of a task.
       endings: counts how outputs end.
+      learner: what trains the drafter while it drafts, or None.
     """
 
     options: GenerateOptions
     config: GenerationConfig
     target: LanguageModel
     drafter: Drafter | None
-    learner: "OnlineDistillation | None"
     outputs: int
     source: Any
     endings: Endings
+    learner: "OnlineDistillation | None" = None
 
 
 def run(
@@ -255,7 +255,7 @@ def run(
         expected = outputs * len(source.inputs)
         learner = OnlineDistillation(target, model, expected=expected)
         drafter = learner.drafter
-    job = _Job(options, config, target, drafter, learner, outputs, source, endings)
+    job = _Job(options, config, target, drafter, outputs, source, endings, learner)
     if options.resumes:
         _write_file(job, on_start)
     elif options.stream:
@@ -347,7 +347,7 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
     file is written, so that a kill in between leaves the journal; if they fail the file is written
     all the same.
     """
-    options, config, target, drafter, learner, _, source, endings = job
+    options, config, target, drafter, _, source, endings, learner = job
     inputs, key = source.inputs, make_key(options.seed)
     assert options.output_file
     rows = continuous_batching.choose_batch_size(target, options.rows, len(inputs))

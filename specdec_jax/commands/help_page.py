@@ -17,7 +17,7 @@ models: target drafter drafter_shape vocabulary dtype quantize gated_activation 
 input and output: records source format input_file limit sweep output_file output config json plot
   report picture trace stream source_files validation_files data_dir output_dir max_sources
 drafting and verifying: gamma gamma_max gamma_policy gamma_settings tree tree_nodes verifier
-  choose_verifier lenience typical_epsilon typical_delta drafter_sampling
+  choose_verifier lenience typical_epsilon typical_delta drafter_sampling learn
 sampling and lengths: greedy samples generation_config temperature top_k top_p min_p seed
   num_samples max_new_tokens min_new_tokens stop repetition_penalty no_repeat_ngram
   forbidden_tokens forced_tokens logit_bias

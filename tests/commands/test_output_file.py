@@ -4,12 +4,14 @@ import functools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 
 import command_line
+import numpy as np
 import pytest
 from devices import SPECDEC
 
@@ -298,3 +300,73 @@ def test_a_journal_of_other_settings_is_one_clear_line(specdec, pair, tmp_path):
         and "remove the file" in err
     )
     assert (tmp_path / "out.partial").read_bytes() == before
+
+
+# Ends before the N-th state of a learner is written, or after it.
+LEARNING = """
+import os, signal, sys
+from specdec_jax.commands import entry, generate
+from specdec_jax.training import online
+
+when, left = sys.argv.pop(1), [int(sys.argv.pop(1))]
+generate._SAVE_SECONDS, online._FIRST_OUTPUTS, save = 0.0, 8, online.OnlineDistillation.save
+
+def saving(self, path, every=0.0):
+    left[0] -= self.updates > self._saved
+    if when == "after":
+        save(self, path, every)
+    if left[0] < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(self, path, every)
+
+online.OnlineDistillation.save = saving
+online.OnlineDistillation.__init__.__wrapped__.__kwdefaults__["share_of_time"] = 1.0
+sys.exit(entry.main())
+"""
+
+
+@slow
+def test_a_job_that_learns_resumes_with_what_it_has_learnt(
+    specdec, pair, tmp_path, quick_environment
+):
+    """Its lines are those of a job that does not learn; the learner's file is gone at the end."""
+    texts, whole, path = TEXTS * 4, tmp_path / "whole", tmp_path / "out"
+    common = arguments(pair, "--temperature=1", "--verifier=gumbel", "--gamma=2")
+    assert specdec(*common, f"--output_file={whole}", *texts)[0] == 0
+    updates = []
+    for when, count, code in (("after", 0, -9), ("before", 1, -9), ("after", 99, 0)):
+        done = subprocess.run(
+            [sys.executable, "-c", LEARNING, when, str(count)]
+            + [*common, "--learn", f"--output_file={path}", *texts],
+            capture_output=True,
+            text=True,
+            env=os.environ | quick_environment,
+        )
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+        if code:
+            with np.load(path.with_name("out.learned")) as file:
+                updates.append(json.loads(str(file["record"]))["updates"])
+    assert updates == [1, 2]
+    last = re.search(r"--learn: (\d+) updates", done.stderr)
+    assert int(last[1]) > 2
+    assert path.read_bytes() == whole.read_bytes()
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names == ["out", "out.gin", "whole", "whole.gin"]
+
+
+NO_LEARNING = {
+    "--drafter=lookup": "got True with drafter='lookup'",
+    "--gamma=0": "got True with drafter='DRAFTER', gamma=0, expected a drafter that is a model, and gamma of at least 1",
+    "--stream": "got True with stream=True, expected no stream",
+    "--mesh=1x1": "got True with mesh='1x1', expected one device",
+}
+
+
+@pytest.mark.parametrize("flag", NO_LEARNING)
+def test_what_cannot_learn_is_rejected_in_one_line(specdec, pair, flag):
+    flags = {"--gamma": "--gamma=2", "--drafter": "--drafter=DRAFTER"}
+    flags |= {flag.split("=")[0]: flag}
+    code, out, err = specdec("generate", "--target=TARGET", *flags.values(), "--learn", "Tom")
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    message = NO_LEARNING[flag].replace("DRAFTER", str(pair / "drafter"))
+    assert f"learn: {message}" in err

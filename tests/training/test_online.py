@@ -2,14 +2,18 @@
 
 import types
 
+import flax.struct
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from distribution_samples import g_test
 from tiers import parametrize
 from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.decoding.results import Stats
+from specdec_jax.drafters.drafting import draft_without_calls, point_mass
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.training import online
 
@@ -323,3 +327,44 @@ def test_drafters_of_other_kinds_learn(target, reads_encoder):
     gain = np.sum(learner.agreements[-3:], axis=0)
     assert gain[1] > gain[2]
     assert all(learnt[n][0].tokens == plain[n][0].tokens for n in plain)
+
+
+@flax.struct.dataclass
+class Recalling(sd.Drafter):
+    """Drafts what `answers [8⁴]` has for an input of four digits, which an earlier call gave."""
+
+    answers: jax.Array
+    remembers: bool = flax.struct.field(pytree_node=False, default=True)
+
+    def init(self, inputs, input_lengths, tokens, slots):
+        return self.answers[(inputs[:, :4] - 2) @ jnp.array([512, 64, 8, 1])]
+
+    def draft(self, draft_state, state, num_wanted):
+        tokens = jnp.broadcast_to(draft_state[:, None], (len(draft_state), state.config.gamma))
+        drafted = draft_without_calls(state, tokens, num_wanted, point_mass(state, tokens))
+        return draft_state, drafted
+
+
+@slow
+def test_a_second_call_with_one_key_draws_from_the_targets_distribution():
+    """What a drafter remembers biases no sample under "gumbel", and would under "block"."""
+    target = HashModel(12, 0)
+    inputs = np.stack(np.meshgrid(*[np.arange(2, 10)] * 4, indexing="ij"), axis=-1).reshape(-1, 4)
+    logits = np.asarray(target.logits(inputs, np.zeros((len(inputs), 1), int)))[:, 0]
+    probs = np.asarray(jax.nn.softmax(logits.astype(np.float64)))
+    order = np.argsort(probs, axis=1)  # a bias towards likely ids shows by rank
+    options = dict(key=jax.random.key(5), sampling=WARM["sampling"], gamma=1, max_new_tokens=2)
+
+    def second_call(verifier, remembers):
+        first = Recalling(jnp.full(len(inputs), 3), remembers)
+        for _ in range(2):
+            result = sd.generate(target, inputs, drafter=first, verifier=verifier, **options)
+            first = first.replace(answers=jnp.asarray(result.tokens[:, 0]))
+        ranks = np.argmax(order == result.tokens[:, :1], axis=1)
+        expected = np.take_along_axis(probs, order, axis=1).mean(axis=0)
+        return g_test(np.bincount(ranks, minlength=12), expected)
+
+    assert second_call("gumbel", True) > 1e-4
+    assert second_call("block", False) < 1e-9
+    with pytest.raises(sd.UnsupportedCombination, match="'gumbel' above temperature 0"):
+        second_call("block", True)
