@@ -21,6 +21,7 @@ from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.results import GenerationResult, NonFiniteLogitsError
 from specdec_jax.files.progress import track
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import is_decoder_only
 from specdec_jax.models.padding import bucket_length
 from specdec_jax.speculative.randomness import make_key
 
@@ -91,7 +92,8 @@ class Workload(NamedTuple):
 
     def check_prompts(self) -> None:
         """Raises ValueError for prompts too long for a model, before anything compiles."""
-        lengths = [len(ids) for batch in self.batches for ids in batch.ids]
+        prompted = is_decoder_only(self.target)
+        lengths = [len(ids) if prompted else 1 for batch in self.batches for ids in batch.ids]
         checks.check_prompts(self.target, self.drafter, lengths, self.options.max_new_tokens)
 
 

@@ -139,13 +139,14 @@ class Backend:
             barrier = jax.lax.optimization_barrier
             query = jax.lax.platform_dependent(query, tpu=barrier, default=lambda query: query)
         query = xla.split_heads(query, cross.batch, heads.features, heads_per_tile)
+        query = xla.divide(query, heads.divisor)
         return xla.attend(query, cross, mask[:, None, None, :], None, heads, heads_per_tile)
 
     def attend_to_inputs(
-        self, qkv: Projected, mask: Mask, bias: Float[Array, "L H L"], heads: AttentionShape
+        self, qkv: Projected, mask: Mask, bias: Float[Array, "L H L"] | None, heads: AttentionShape
     ) -> States:
         """Attends to all tokens of an encoder's inputs, which are True in `mask`."""
-        bias = bias.transpose(1, 0, 2)[None]
+        bias = None if bias is None else bias.transpose(1, 0, 2)[None]
         return xla.attend_to_sequence(qkv, mask[:, None, None, :], bias, heads)
 
     def pairs_are_free(self, cache: Any) -> bool:
@@ -190,13 +191,14 @@ class CPUBackend(Backend):
         self, query: Query, cross: KVCache, mask: Mask, valid: Valid, heads: AttentionShape
     ) -> States:
         return packed_weights.attend_to_encoded(
-            query, cross.key, cross.value, _count_tokens(mask), valid, clear=False
+            query, cross.key, cross.value, _count_tokens(mask), valid, False, heads.divisor
         )
 
     def attend_to_inputs(
-        self, qkv: Projected, mask: Mask, bias: Float[Array, "L H L"], heads: AttentionShape
+        self, qkv: Projected, mask: Mask, bias: Float[Array, "L H L"] | None, heads: AttentionShape
     ) -> States:
-        return packed_weights.attend_to_inputs(qkv[0], bias, _count_tokens(mask))
+        bias = jnp.zeros((0, heads.count, 0)) if bias is None else bias
+        return packed_weights.attend_to_inputs(qkv[0], bias, _count_tokens(mask), heads.divisor)
 
 
 class AcceleratorBackend(Backend):
@@ -290,7 +292,7 @@ class GPUBackend(AcceleratorBackend):
 
         def by_kernel(query, cross, mask):
             query = query.reshape(cross.batch, -1, query.shape[-1])
-            lengths = _count_tokens(mask)
+            query, lengths = xla.divide(query, heads.divisor), _count_tokens(mask)
             return gpu_attention.attend_to_encoded(query, cross.key, cross.value, lengths)
 
         return jax.lax.platform_dependent(query, cross, mask, cuda=by_kernel, default=by_xla)

@@ -47,6 +47,10 @@ _PARAMETERS = {
     "wi_1/kernel": ("embed", "mlp"),
     "wo/kernel": ("mlp", "embed"),
     "wi/bias": ("mlp",),
+    "query/bias": ("joined_kv",),
+    "key/bias": ("joined_kv",),
+    "value/bias": ("joined_kv",),
+    "decoder/logits_bias": ("vocab",),
     # GPT-2's joint weight. Divided by its outputs, one part would have the queries and another the
     # values; so it is divided by its inputs and the parts' products are added up, which takes a
     # third collective in each layer.

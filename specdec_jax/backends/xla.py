@@ -20,6 +20,7 @@ ACTIVATION_FUNCTIONS = {
     "relu": jax.nn.relu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=True),
     "silu": jax.nn.silu,
+    "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
 }
 ACTIVATIONS = tuple(ACTIVATION_FUNCTIONS)
 

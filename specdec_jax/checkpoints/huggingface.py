@@ -6,6 +6,7 @@ from typing import Any
 
 from specdec_jax.checkpoints import (
     flax_msgpack,
+    huggingface_bart,
     huggingface_gpt,
     huggingface_t5,
     pytorch_files,
@@ -18,7 +19,7 @@ from specdec_jax.files.writing import write_file
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.tokenizers import huggingface_folders
 
-_READERS: tuple[Any, ...] = (huggingface_t5, huggingface_gpt)
+_READERS: tuple[Any, ...] = (huggingface_t5, huggingface_gpt, huggingface_bart)
 # By config.json's model_type.
 _READER_OF = {kind: reader for reader in _READERS for kind in reader.ARCHITECTURES}
 WRITERS = {"t5": huggingface_t5}  # by the name of our family
@@ -53,12 +54,12 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
         raise mismatch_error(folder, "no config.json", "one beside the weights")
     options, generation = reading.read_json(path), reading.read_optional_json(generation_path)
     reader = _choose_reader(path, options)
-    options = reader.SPECIAL_IDS | options
+    options = reader.SPECIAL_IDS.get(options["model_type"], {}) | options
     files = (generation_path, generation), (path, options)  # the first that gives a value decides
     tensors, notes = _open_tensors(folder)
     config, parameters = reader.open_model(folder, options, tensors)
-    start = _read_ids(files, reader.START) or (0,)
-    if len(start) > 1:
+    start = _read_ids(files, reader.START) or reader.NO_START
+    if len(start) != 1:
         raise mismatch_error(path, f"the start tokens {quote_value(start)}", "one")
     eos_ids = _read_ids(files, "eos_token_id")
     eos_ids = reader.NO_EOS if eos_ids is None else eos_ids

@@ -12,7 +12,9 @@ from specdec_jax.models.parameters import parameter_shapes
 ARCHITECTURES = {"gpt2": ("GPT2LMHeadModel", "GPT2Model")}
 START = "bos_token_id"
 _END = 50256  # <|endoftext|>
-SPECIAL_IDS = {"bos_token_id": _END, "eos_token_id": _END}  # where config.json does not say
+NO_START = (0,)  # where no file says
+# Where config.json does not say.
+SPECIAL_IDS = {"gpt2": {"bos_token_id": _END, "eos_token_id": _END}}
 NO_EOS: tuple[int, ...] = ()  # what `"eos_token_id": null` means: nothing ends a sequence
 _ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu", "silu": "silu"}
 # Options of a GPT-2 that are not supported, with the only value that is.

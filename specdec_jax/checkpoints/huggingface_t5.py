@@ -3,10 +3,8 @@
 import pathlib
 from typing import Any
 
-import numpy as np
-
 from specdec_jax.checkpoints.huggingface_config import check_fixed, choose_value, read_fields
-from specdec_jax.checkpoints.stored_tensor import FLOATS, Parameters, StoredTensor
+from specdec_jax.checkpoints.stored_tensor import Parameters, StoredTensor, is_same_tensor
 from specdec_jax.models.config_validation import build
 from specdec_jax.models.parameters import parameter_shapes
 from specdec_jax.models.t5 import T5Config
@@ -15,7 +13,8 @@ _NAMES = ("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "T5WithLM
 # Architectures by model_type. In umT5 every layer has a position table of its own.
 ARCHITECTURES = {"t5": _NAMES, "mt5": _NAMES, "umt5": ("UMT5ForConditionalGeneration",)}
 START = "decoder_start_token_id"
-SPECIAL_IDS: dict[str, int] = {}  # where config.json does not say
+NO_START = (0,)  # where no file says
+SPECIAL_IDS: dict[str, dict[str, int]] = {}  # by model_type, where config.json does not say
 NO_EOS = None  # `"eos_token_id": null` leaves open what ends a sequence
 # In Hugging Face's names "gelu" alone is the exact form, which no T5 uses; "gated-gelu" is the tanh
 # approximation.
@@ -74,16 +73,7 @@ def open_model(
 
 
 def _is_same_tensor(tensors: Parameters, name: str, other: str) -> bool:
-    """Returns whether two tensors are one, or have the same bits; a file may hold copies.
-
-    What is no matrix of floating-point numbers is never the same: it is rejected by its own name.
-    """
-    if name == other or (first := tensors[name]).shape != (second := tensors[other]).shape:
-        return name == other
-    if first.dtype != second.dtype or first.dtype not in FLOATS or len(first.shape) != 2:
-        return False
-    one, two = (part.load(part.dtype).reshape(-1).view(np.uint8) for part in (first, second))
-    return np.array_equal(one, two)
+    return name == other or is_same_tensor(tensors[name], tensors[other])
 
 
 def _read_config(

@@ -118,7 +118,7 @@ def open_vocabulary(folder: pathlib.Path, entry: dict) -> Vocabulary:
     kind, extra_ids, file = entry.get("kind"), entry.get("extra_ids", 0), folder / "config.json"
     if kind == "bytes":
         return vocabularies.ByteVocabulary(vocabularies.check_extra_ids(extra_ids, file))
-    if kind not in ("sentencepiece", "tokenizer_json"):
+    if kind not in ("sentencepiece", "tokenizer_json", "marian"):
         raise mismatch_error(
             f"{file}: vocabulary", f"kind {quote_value(kind)}", "one of this package"
         )
@@ -134,6 +134,8 @@ def open_vocabulary(folder: pathlib.Path, entry: dict) -> Vocabulary:
         return vocabularies.SentencePieceVocabulary.load(
             path, vocabularies.check_extra_ids(extra_ids, file)
         )
+    if kind == "marian":
+        return vocabularies.MarianVocabulary.load(path)
     return vocabularies.TokenizerJsonVocabulary.load(path, entry.get("eos_ids", ()))
 
 
@@ -153,6 +155,8 @@ def describe_vocabulary(vocabulary: Vocabulary | None) -> tuple[dict | None, byt
     if isinstance(vocabulary, vocabularies.TokenizerJsonVocabulary):
         entry = {"kind": "tokenizer_json", "file": "tokenizer.json"}
         return entry | {"eos_ids": list(vocabulary.eos_ids)}, vocabulary.text.encode("utf-8")
+    if isinstance(vocabulary, vocabularies.MarianVocabulary):
+        return {"kind": "marian", "file": "marian.json"}, vocabulary.text.encode("utf-8")
     if isinstance(vocabulary, vocabularies.ByteVocabulary):
         return {"kind": "bytes", "extra_ids": vocabulary.extra_ids}, b""
     raise mismatch_error("vocabulary", type(vocabulary).__name__, "one that this package can store")

@@ -9,7 +9,7 @@ import numpy as np
 
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import check_positions
+from specdec_jax.models.network import check_positions, is_decoder_only
 from specdec_jax.speculative import verifiers
 from specdec_jax.speculative.beam_drafter import BeamDrafter
 from specdec_jax.speculative.drafter import Drafter, TreeDrafter, can_draft_chains
@@ -90,12 +90,12 @@ def check_prompts(
     """Raises ValueError if a prompt and its new tokens need more positions than a model has.
 
     For callers that decode in parts, which would find the longest prompt late; `plan` checks its
-    own inputs. Models with an encoder take any length.
+    own inputs.
 
     Args:
       target: the target.
       drafter: the drafter, whose models are checked too, or None.
-      lengths: `[B]`, number of ids of each prompt.
+      lengths: `[B]`, number of ids of each prompt, or of the start token and a decoder prefix.
       limits: the most new tokens, one number or `[B]`.
     """
     longest = int(max(np.maximum(lengths, 1) + limits))
@@ -278,6 +278,12 @@ def check_non_finite(non_finite: Any) -> None:
     """Raises ValueError for another word than "raise" and "report"."""
     if not isinstance(non_finite, str) or non_finite not in ("raise", "report"):
         raise ValueError(f"non_finite: got {non_finite!r}, expected 'raise' or 'report'")
+
+
+def cut_to_positions(target: LanguageModel, longest: int) -> int:
+    """Returns the most tokens of an input: `longest`, or the positions of an encoder, if fewer."""
+    positions = target.config.max_positions
+    return longest if positions is None or is_decoder_only(target) else min(longest, positions)
 
 
 def check_input_lengths(

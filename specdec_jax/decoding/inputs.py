@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.decoding.checks import check_input_lengths
+from specdec_jax.decoding.checks import check_input_lengths, cut_to_positions
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import is_decoder_only
@@ -203,5 +203,6 @@ def encode(
             expected = f"ids below the model's {vocab_size} logits"
             raise ValueError(f"sentence {number}: got {got}, expected {expected}")
     lengths, most = list(map(len, inputs)), target.config.max_positions
-    check_input_lengths("sentence", lengths, max_input_length, most, 1, "--max_input_length")
+    longest = cut_to_positions(target, max_input_length)
+    check_input_lengths("sentence", lengths, longest, most, 1, "--max_input_length")
     return inputs

@@ -26,6 +26,7 @@ from specdec_jax.decoding.checks import (
     check_prompts,
     check_stop,
     check_target,
+    cut_to_positions,
     verifier_settings,
 )
 from specdec_jax.decoding.defaults import (
@@ -324,8 +325,8 @@ def plan(
     # The padded length of prompts, not that of the longest one, so that nothing more compiles for
     # another.
     longest = int(max(prefix_lengths + limits))
+    check_prompts(target, drafter, prefix_lengths, limits)
     if is_decoder_only(target):
-        check_prompts(target, drafter, prefix_lengths, limits)
         longest = prefix.shape[1] + int(max(limits))
         tokens, lengths = tokens[:, :0], np.zeros_like(lengths)
     depth = width if tree is None else tree.depth
@@ -396,7 +397,8 @@ def _read_inputs(
     tokens, lengths = as_ids(target, inputs, input_lengths, True, attention_mask)
     if not len(lengths):
         raise ValueError("inputs: got 0 inputs, expected at least 1")
-    check_input_lengths("input", lengths.tolist(), longest, target.config.max_positions)
+    most = cut_to_positions(target, longest)
+    check_input_lengths("input", lengths.tolist(), most, target.config.max_positions)
     return inputs, tokens, lengths
 
 

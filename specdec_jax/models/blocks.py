@@ -41,7 +41,7 @@ from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.backends.tree_positions import AnyNodes
 from specdec_jax.backends.xla import ACTIVATION_FUNCTIONS, AttentionShape, DecoderCall
 from specdec_jax.models.family import FamilyModule, LogitsAt, ModelConfig, Places
-from specdec_jax.models.layers import NORMS, Dense, Embedder, fan_in_normal
+from specdec_jax.models.layers import NORMS, Dense, Embedder, NoNorm, fan_in_normal
 from specdec_jax.models.relative_bias import RelativePositionBias, make_mask_and_biases
 
 
@@ -53,17 +53,23 @@ class BlockOptions:
       emb_dim, num_heads, head_dim, mlp_dim, vocab_size: D, H, K, the MLP's width, V.
       num_encoder_layers, num_decoder_layers: numbers of layers; without an encoder 0.
       activations: one activation, or two for a gated feed-forward block.
-      norm: "rms" or "layer", before each block and at the end of a stack.
+      norm: "rms" or "layer".
+      norm_place: where it is: "pre", before each block, or "post", after it has been added.
+      final_norm: whether there is one at the end of a stack.
+      embedding_norm: whether there is one after the embeddings and positions.
       use_bias: whether products have a bias, but for the head.
       self_attention: name of the decoder's self-attention.
       joint_attention: whether its queries, keys and values have one weight in checkpoints too.
       cross_attention: whether the decoder attends to an encoder's output.
       relative_buckets: number of buckets and greatest distance of T5's relative bias; None: none.
       relative_bias_per_layer: whether every layer has a table of that bias, or a stack one.
-      num_positions: number of learned positions, added to embeddings; None: none.
+      num_positions: number of rows of tables of positions, which each stack adds to its embeddings;
+        None: none.
       query_divisor: number by which queries are divided.
       embedding_deviation: standard deviation of embeddings at first.
+      embedding_scale: number by which embeddings of tokens are multiplied.
       tied_head: whether the head is the transposed embedding.
+      logits_bias: whether a bias is added to the logits.
       scales_outputs: whether the decoder's output is multiplied by 1/√D before the head.
       dropout_rate: rate in training, of embeddings and of what each block adds.
       inner_dropout: whether it is also that of hidden features and of a stack's output.
@@ -95,6 +101,11 @@ class BlockOptions:
     dtype: str
     matmul_dtype: str | None
     separate_embeddings: bool = False
+    norm_place: str = "pre"
+    final_norm: bool = True
+    embedding_norm: bool = False
+    embedding_scale: float = 1.0
+    logits_bias: bool = False
 
     @property
     def attention_shape(self) -> AttentionShape:
@@ -106,14 +117,27 @@ class BlockOptions:
         """Makes a norm; `packed` as for `layers.RMSNorm`."""
         return NORMS[self.norm](jnp.dtype(self.dtype), packed, name=name)
 
+    def split_norm(self, norm: nn.Module) -> tuple[Any, Any]:
+        """Returns what stands before a block and after it: the block's norm, and nothing."""
+        return (norm, NoNorm()) if self.norm_place == "pre" else (NoNorm(), norm)
+
+    def packs_norms(self, backend: Backend) -> bool:
+        """Returns whether a block's norm runs by itself as a CPU's kernel, not before a product."""
+        return backend.packs_weights and self.norm_place == "post"
+
+    def name_norm(self, block: str) -> str:
+        """Returns the name of a block's norm."""
+        return f"{self.norm_place}_{block}_layer_norm"
+
     def make_dense(self, features: int, **options: Any) -> Dense:
         """Makes a linear map of a block."""
         shared = dict(matmul_dtype=self.matmul_dtype, use_bias=self.use_bias)
         return Dense(features, jnp.dtype(self.dtype), **shared, **options)
 
-    def make_embedder(self, rows: int, packed: bool) -> Embedder:
+    def make_embedder(self, rows: int, packed: bool, name: str | None = None) -> Embedder:
         """Makes a table of embeddings."""
-        return Embedder(rows, self.emb_dim, self.embedding_deviation, self.dtype, packed)
+        shape = rows, self.emb_dim, self.embedding_deviation
+        return Embedder(*shape, self.dtype, packed, name=name)
 
     def make_relative_bias(self, bidirectional: bool, **name: str) -> RelativePositionBias:
         """Makes a table of T5's relative position bias."""
@@ -246,7 +270,12 @@ class Attention(nn.Module):
         return self.out.add_to(x, attended, valid, dropout)
 
     def attend_to_inputs(
-        self, x: Encoded, norm: Callable, mask: Mask, bias: Float[Array, "L H L"], dropout: Callable
+        self,
+        x: Encoded,
+        norm: Callable,
+        mask: Mask,
+        bias: Float[Array, "L H L"] | None,
+        dropout: Callable,
     ) -> Encoded:
         """Attends to all tokens of an encoder's inputs; `mask` as above."""
         qkv, shape = self._project_after(norm, x, mask), self.options.attention_shape
@@ -255,7 +284,7 @@ class Attention(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and feed-forward block, each after a norm."""
+    """Self-attention and feed-forward block, each with a norm before or after it."""
 
     options: BlockOptions
     backend: Backend
@@ -264,15 +293,18 @@ class EncoderLayer(nn.Module):
     def __call__(self, x: Encoded, mask: Mask, bias: Bias, deterministic: bool) -> Encoded:
         """Runs the layer; `bias` is None where the layer has its own."""
         options, length = self.options, x.shape[1]
-        if bias is None:
+        if options.relative_bias_per_layer:
             bias = options.make_relative_bias(True, name="relpos_bias")(length, length)
         dropout = functools.partial(nn.Dropout(options.dropout_rate), deterministic=deterministic)
-        joint = self.backend.joins_weights
+        joint, packed = self.backend.joins_weights, options.packs_norms(self.backend)
         attention = Attention(options, self.backend, joint, name="attention")
-        norm = options.make_norm(name="pre_attention_layer_norm")
-        x = attention.attend_to_inputs(x, norm, mask, bias, dropout)
-        norm = options.make_norm(name="pre_mlp_layer_norm")
-        return MLP(options, self.backend, name="mlp")(x, norm, dropout, deterministic, mask)
+        norm = options.make_norm(packed, name=options.name_norm("attention"))
+        before, after = options.split_norm(norm)
+        x = after(attention.attend_to_inputs(x, before, mask, bias, dropout), mask)
+        norm = options.make_norm(packed, name=options.name_norm("mlp"))
+        before, after = options.split_norm(norm)
+        mlp = MLP(options, self.backend, name="mlp")
+        return after(mlp(x, before, dropout, deterministic, mask), mask)
 
 
 class Encoder(nn.Module):
@@ -285,15 +317,22 @@ class Encoder(nn.Module):
     def __call__(self, x: Encoded, mask: Mask, deterministic: bool = True) -> Encoded:
         """Runs all layers over the embeddings `x` and normalises; `mask` is True at tokens."""
         options, length, bias = self.options, x.shape[1], None
-        if not options.relative_bias_per_layer:
+        packed = self.backend.packs_weights
+        if options.relative_buckets and not options.relative_bias_per_layer:
             bias = options.make_relative_bias(True, name="relpos_bias")(length, length)
+        if options.num_positions is not None:
+            table = options.make_embedder(options.num_positions, packed, "position_embedder")
+            x = x + table(jnp.arange(length))
+        if options.embedding_norm:
+            x = options.make_norm(packed, name="embedding_norm")(x, mask)
         dropout = nn.Dropout(options.dropout_rate)
         x = dropout(x, deterministic)
         for i in range(options.num_encoder_layers):
             layer = EncoderLayer(options, self.backend, name=f"layers_{i}")
             x = layer(x, mask, bias, deterministic)
-        norm = options.make_norm(self.backend.packs_weights, name="encoder_norm")
-        return dropout(norm(x, mask), deterministic)
+        if options.final_norm:
+            x = options.make_norm(packed, name="encoder_norm")(x, mask)
+        return dropout(x, deterministic) if options.inner_dropout else x
 
 
 @flax.struct.dataclass
@@ -363,13 +402,13 @@ class DecoderLayer(nn.Module):
         options, backend = self.options, self.backend
         if options.relative_bias_per_layer:
             self.relpos_bias = options.make_relative_bias(False)
-        self.pre_self_attention_layer_norm = options.make_norm()
+        packed = options.packs_norms(backend)
+        for block in ("self_attention", "mlp", "cross_attention")[: 2 + options.cross_attention]:
+            setattr(self, options.name_norm(block), options.make_norm(packed))
         joint = options.joint_attention or backend.joins_weights
         setattr(self, options.self_attention, Attention(options, backend, joint))
         if options.cross_attention:
-            self.pre_cross_attention_layer_norm = options.make_norm()
             self.encoder_decoder_attention = Attention(options, backend, joint)
-        self.pre_mlp_layer_norm = options.make_norm()
         self.mlp = MLP(options, backend)
         self.dropout = nn.Dropout(options.dropout_rate)
 
@@ -387,9 +426,10 @@ class DecoderLayer(nn.Module):
         cross_mask: Mask | None,
     ) -> tuple[AnyStates, KVCache]:
         """Runs the layer over T queries per row."""
-        attention, norm = self._self_attention()
+        attention, before, after = self._self_attention()
         dropout = functools.partial(self.dropout, deterministic=True)
-        x, cache = attention.attend_to_cache(x, norm, cache, call, bias, dropout)
+        x, cache = attention.attend_to_cache(x, before, cache, call, bias, dropout)
+        x = after(x, call.valid)
         return self._finish(x, cross, cross_mask, True, call.valid, self.backend), cache
 
     def __call__(
@@ -402,16 +442,20 @@ class DecoderLayer(nn.Module):
         deterministic: bool,
     ) -> States:
         """Runs the layer over whole sequences, teacher-forced."""
-        attention, norm = self._self_attention()
+        attention, before, after = self._self_attention()
         # Whole sequences need no accelerator's layout of caches.
         backend = self.backend if self.backend.packs_weights else Backend()
         cross = None if encoded is None else self.cross_cache(encoded, None, backend)
         dropout = functools.partial(self.dropout, deterministic=deterministic)
-        x = attention.attend_to_sequence(x, norm, mask, bias, dropout)
+        x = after(attention.attend_to_sequence(x, before, mask, bias, dropout))
         return self._finish(x, cross, cross_mask, deterministic, None, backend)
 
-    def _self_attention(self) -> tuple[Attention, nn.Module]:
-        return getattr(self, self.options.self_attention), self.pre_self_attention_layer_norm
+    def _self_attention(self) -> tuple[Attention, Any, Any]:
+        return getattr(self, self.options.self_attention), *self._norms("self_attention")
+
+    def _norms(self, block: str) -> tuple[Any, Any]:
+        """Returns what stands before a block and after it."""
+        return self.options.split_norm(getattr(self, self.options.name_norm(block)))
 
     def _finish(
         self,
@@ -425,9 +469,14 @@ class DecoderLayer(nn.Module):
         """Runs what follows self-attention."""
         dropout = functools.partial(self.dropout, deterministic=deterministic)
         if cross is not None:
-            norm, attention = self.pre_cross_attention_layer_norm, self.encoder_decoder_attention
-            x = attention.attend_to_encoded(x, norm, cross, cross_mask, valid, dropout, backend)
-        return self.mlp(x, self.pre_mlp_layer_norm, dropout, deterministic, valid)
+            (before, after), attention = (
+                self._norms("cross_attention"),
+                self.encoder_decoder_attention,
+            )
+            x = attention.attend_to_encoded(x, before, cross, cross_mask, valid, dropout, backend)
+            x = after(x, valid)
+        before, after = self._norms("mlp")
+        return after(self.mlp(x, before, dropout, deterministic, valid), valid)
 
 
 class Decoder(nn.Module):
@@ -444,7 +493,12 @@ class Decoder(nn.Module):
             self.relpos_bias = options.make_relative_bias(False)
         layers = range(options.num_decoder_layers)
         self.layers = [DecoderLayer(options, self.backend) for _ in layers]
-        self.decoder_norm = options.make_norm(packed)
+        if options.embedding_norm:
+            self.embedding_norm = options.make_norm(packed)
+        if options.final_norm:
+            self.decoder_norm = options.make_norm(packed)
+        if options.logits_bias and not self.has_variable("params", "logits_bias"):
+            self.param("logits_bias", nn.initializers.zeros, (options.vocab_size,))
         if not options.tied_head:
             dtypes = dict(output_dtype=jnp.float32, matmul_dtype=options.matmul_dtype)
             self.logits_dense = Dense(options.vocab_size, options.dtype, **dtypes)
@@ -514,6 +568,8 @@ class Decoder(nn.Module):
             else:
                 places = nodes.positions
             x = x + self.position_embedder(places, valid)
+        if self.options.embedding_norm:
+            x = self.embedding_norm(x, valid)
         if not self.backend.packs_weights:
             # A TPU's compiler multiplies a matrix [B·T, D] faster than rows [B, T, D].
             slots = written[0].slots
@@ -526,7 +582,7 @@ class Decoder(nn.Module):
         cross = cache.cross or [None] * len(self.layers)
         for i, (layer, bias) in enumerate(zip(self.layers[:layers], self._spread_biases(biases))):
             x, written[i] = layer.step(x, written[i], call, bias, cross[i], cache.cross_mask)
-        states = self.decoder_norm(x, valid).reshape(batch, count + padding, width)
+        states = self._normalize(x, valid).reshape(batch, count + padding, width)
         return states[:, :count] if padding else states, cache.replace(layers=tuple(written))
 
     def __call__(
@@ -540,24 +596,38 @@ class Decoder(nn.Module):
         options, length = self.options, x.shape[1]
         if options.num_positions is not None:
             x = x + self.position_embedder(jnp.arange(length))
+        if options.embedding_norm:
+            x = self.embedding_norm(x)
         biases = self._map_tables(lambda table: table(length, length).transpose(1, 0, 2)[None])
         mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
         x = self.dropout(x, deterministic)
         for layer, bias in zip(self.layers, self._spread_biases(biases)):
             x = layer(x, mask, bias, encoded, encoder_mask, deterministic)
-        x = self.decoder_norm(x)
+        x = self._normalize(x)
         return self.dropout(x, deterministic) if options.inner_dropout else x
+
+    def _normalize(self, x: AnyStates, valid: Valid = None) -> AnyStates:
+        return self.decoder_norm(x, valid) if self.options.final_norm else x
 
     def logits(self, x: States, embedding: Float[Array, "rows D"], valid: Valid = None) -> Logits:
         """Applies the head: returns the logits of normalised states `x`."""
-        x = self._scale(x)
-        if not self.options.tied_head:
-            return self.logits_dense(x, valid)
-        return product(x, embedding.astype(x.dtype), ((2,), (1,)))
+        x, bias = self._scale(x), self._logits_bias()
+        if self.options.tied_head:
+            logits = product(x, embedding.astype(x.dtype), ((2,), (1,)))
+        elif self.backend.packs_weights:
+            return self.logits_dense.apply_packed(x, valid, bias=bias)
+        else:
+            logits = self.logits_dense(x, valid)
+        return logits if bias is None else logits + bias.astype(logits.dtype)
 
     def greedy_token_and_logprob(self, x: States, valid: Valid, normalize: bool) -> TokenAndLogprob:
         """Does what `Network.greedy_token_and_logprob` does, for normalised states `x`."""
-        return self.logits_dense.greedy_token_and_logprob(self._scale(x), valid, normalize)
+        head, bias = self.logits_dense, self._logits_bias()
+        return head.greedy_token_and_logprob(self._scale(x), valid, normalize, bias)
+
+    def _logits_bias(self) -> Float[Array, " V"] | None:
+        """Returns the bias of the logits, or of those of a shortlist; None without one."""
+        return self.get_variable("params", "logits_bias")
 
     def _scale(self, x: States) -> States:
         divide = self.options.scales_outputs
@@ -612,7 +682,11 @@ class DecoderOnly(FamilyModule):
 
     def embed(self, tokens: Tokens, valid: Valid = None) -> States:
         """Returns the embeddings of the decoder's tokens."""
-        return self.token_embedder(tokens, valid)
+        return self._scaled(self.token_embedder(tokens, valid))
+
+    def _scaled(self, x: States) -> States:
+        scale = self.config.block_options().embedding_scale
+        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def node_cache(self, cache: DecoderCache, slots: int, positions: int) -> DecoderCache:
         return self.decoder.node_cache(cache, slots, positions)
@@ -629,7 +703,7 @@ class DecoderOnly(FamilyModule):
     def __call__(
         self, tokens: Tokens, places: Places = None, deterministic: bool = True
     ) -> LogitsAt:
-        states = self.decoder(self.token_embedder(tokens), deterministic=deterministic)
+        states = self.decoder(self.embed(tokens), deterministic=deterministic)
         return self.head_at(states, places)
 
 
@@ -649,7 +723,7 @@ class EncoderDecoder(DecoderOnly):
         """Runs the encoder on `inputs`, with `mask` True at tokens."""
         separate = self.config.block_options().separate_embeddings
         embedder = self.encoder_embedder if separate else self.token_embedder
-        return self.encoder(embedder(inputs, mask), mask, deterministic)
+        return self.encoder(self._scaled(embedder(inputs, mask)), mask, deterministic)
 
     def prefill(
         self,
@@ -688,7 +762,7 @@ class EncoderDecoder(DecoderOnly):
     ) -> States:
         """Returns teacher-forced states, which `head` takes."""
         encoded = self.encode(inputs, mask, deterministic) if encoded is None else encoded
-        return self.decoder(self.token_embedder(decoder_tokens), encoded, mask, deterministic)
+        return self.decoder(self.embed(decoder_tokens), encoded, mask, deterministic)
 
 
 def list_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

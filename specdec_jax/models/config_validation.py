@@ -27,6 +27,7 @@ _COUNTS = {
     "max_distance": (3, 1_000_000_000),
     "num_positions": (1, 100_000_000),
     "num_blocks": (0, 100),
+    "pad_id": (0, 10_000_000),
 }
 _FLAGS = (
     "logits_via_embedding",
@@ -34,9 +35,13 @@ _FLAGS = (
     "relative_bias_per_layer",
     "share_head",
     "separate_embeddings",
+    "embedding_norm",
+    "scale_embedding",
+    "logits_bias",
 )
 _CHOICES = {
     "mlp_activation": ACTIVATIONS,
+    "norm_place": ("pre", "post"),
     "dtype": ("float32", "bfloat16"),
     "matmul_dtype": ("float32", "bfloat16"),
 }

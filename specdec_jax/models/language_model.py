@@ -278,6 +278,8 @@ class LanguageModel:
         self._check_tokens("inputs", inputs[inside])
         self._check_tokens("decoder_tokens", decoder_tokens)
         if not is_decoder_only(self):
+            check_positions(self.config, int(max(input_lengths, default=0)), "inputs")
+            check_positions(self.config, decoder_tokens.shape[1], "decoder_tokens")
             call = inputs, input_lengths, decoder_tokens, encoder and encoder.network
             return teacher_forced_logits(self.network, *call)
         check_positions(self.config, int(max(input_lengths, default=0)) + decoder_tokens.shape[1])

@@ -92,12 +92,13 @@ class Dense(nn.Module):
         before: Before = Before("nothing"),
         residual: Float[Array, "*N F"] | None = None,
         clear: bool = True,
+        bias: Float[Array, " F"] | None = None,
     ) -> Float[Array, "*N F"]:
-        """Applies the map with a packed weight to `before(x)` and adds `residual`.
+        """Applies the map with a packed weight to `before(x)`, and adds `residual`.
 
-        See `PackedWeight.product`.
+        `bias` is added where the map has none of its own. See `PackedWeight.product`.
         """
-        bias = self.get_variable("params", "bias") if self.use_bias else None
+        bias = self.get_variable("params", "bias") if self.use_bias else bias
         dtype = self.output_dtype or self.dtype
         return self._weight().product(x, dtype, valid, before, bias, residual, clear)
 
@@ -122,10 +123,14 @@ class Dense(nn.Module):
         return residual + dropout(self(x.reshape(*residual.shape[:-1], width), valid))
 
     def greedy_token_and_logprob(
-        self, x: AnyStates, valid: Bool[Array, "*N"] | None, normalize: bool
+        self,
+        x: AnyStates,
+        valid: Bool[Array, "*N"] | None,
+        normalize: bool,
+        bias: Float[Array, " F"] | None = None,
     ) -> tuple[Int32[Array, "*N"], Float32[Array, "*N"]]:
-        """Does what `PackedWeight.greedy_token_and_logprob` does, without bias."""
-        return self._weight().greedy_token_and_logprob(x, valid, normalize)
+        """Does what `PackedWeight.greedy_token_and_logprob` does."""
+        return self._weight().greedy_token_and_logprob(x, valid, normalize, bias)
 
 
 def apply_weight(
@@ -190,6 +195,17 @@ class LayerNorm(nn.Module):
     def before(self) -> Before:
         """Returns this norm as what a packed weight computes before its product."""
         return Before("layer", *(self.get_variable("params", name) for name in ("scale", "bias")))
+
+
+class NoNorm:
+    """What stands for the norm before a block whose norm comes after it: returns its input."""
+
+    def __call__(self, x: AnyStates, valid: Bool[Array, "*N"] | None = None) -> AnyStates:
+        return x
+
+    def before(self) -> Before:
+        """Returns this as what a packed weight computes before its product."""
+        return Before("nothing")
 
 
 NORMS = {"rms": RMSNorm, "layer": LayerNorm}

@@ -298,7 +298,7 @@ class Network:
         """Returns the part of the network that `head` needs; the arrays are shared."""
         check_uses_backend(self.config, "drafting heads that share its head")
         embedder, decoder = self.params["token_embedder"], self.params["decoder"]
-        head = {name: node for name, node in decoder.items() if name == "logits_dense"}
+        head = {name: node for name, node in decoder.items() if name.startswith("logits_")}
         return self.replace(params={"token_embedder": embedder, "decoder": head})
 
     def teacher_forced(

@@ -24,8 +24,10 @@ def bucket_length(length: int) -> int:
 
 
 def padding_id(model: Any) -> int | None:
-    """Returns the id that pads inputs, 0 without a vocabulary; None for a decoder-only model."""
-    return None if is_decoder_only(model) else getattr(model.vocabulary, "pad_id", PAD_ID)
+    """Returns the id that pads inputs, its family's without a vocabulary; None without encoder."""
+    if is_decoder_only(model):
+        return None
+    return getattr(model.vocabulary, "pad_id", getattr(model.config, "pad_id", PAD_ID))
 
 
 def remove_padding(

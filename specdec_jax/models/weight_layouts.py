@@ -45,8 +45,11 @@ def pack(params: dict, use_packed: bool, fused: bool = True) -> dict:
 def _pack(name: str, node: dict, use_packed: bool, fused: bool) -> dict:
     joint, parts = _FUSED.get(name, _GATED)
     if fused and all(part in node for part in parts):
-        weights = [node.pop(part)["kernel"] for part in parts]
-        node[joint] = {"kernel": jax.tree.map(lambda *parts: _join(parts), *weights)}
+        joined = [node.pop(part) for part in parts]  # weights, and biases if there are any
+        node[joint] = {
+            leaf: jax.tree.map(lambda *parts: _join(parts), *(part.pop(leaf) for part in joined))
+            for leaf in list(joined[0])
+        }
     for child in list(node):
         value = node.pop(child)
         if child == "kernel":
@@ -133,8 +136,9 @@ def stored_parameters(
     fused, parts = _FUSED.get(path[-1], _GATED) if path else _GATED
     for name, value in packed.items():
         if name == fused:
-            for part, piece in zip(parts, _divide(_plain(value["kernel"]), len(parts))):
-                yield (*path, part, "kernel"), piece
+            for leaf, whole in value.items():
+                for part, piece in zip(parts, _divide(_plain(whole), len(parts))):
+                    yield (*path, part, leaf), piece
         elif name == "kernel":
             if not getattr(value, "derived", False):
                 yield (*path, name), _plain(value)
@@ -179,7 +183,10 @@ def add_head(
         weight = PackedWeight.pack(weight, derived=True)
     elif isinstance(weight, Int8Weight):
         weight = weight.replace(derived=True)
-    return {**packed, "decoder": {**packed["decoder"], "logits_dense": {"kernel": weight}}}
+    decoder = {**packed["decoder"], "logits_dense": {"kernel": weight}}
+    if ids is not None and "logits_bias" in decoder:
+        decoder["logits_bias"] = decoder["logits_bias"][ids]
+    return {**packed, "decoder": decoder}
 
 
 def round_to_int8(packed: dict, input_bits: int | None = 16) -> dict:

@@ -40,8 +40,8 @@ def open_folder(
 ) -> Vocabulary | None:
     """Returns the tokenizer of a folder, None if it has none.
 
-    The first that is there counts: `tokenizer.json`, `vocab.json` with `merges.txt`,
-    `spiece.model`, or bytes if the tokenizer's class is ByT5's.
+    The first that is there counts: `tokenizer.json`, `vocab.json` with `source.spm` (Marian's) or
+    with `merges.txt`, `spiece.model`, or bytes if the tokenizer's class is ByT5's.
 
     Args:
       folder: the folder.
@@ -67,6 +67,8 @@ def open_folder(
         if vocabulary.frame is None and kind not in ("", *_T5):
             vocabulary.reframe([], [])
         return vocabulary
+    if (folder / "vocab.json").exists() and (folder / "source.spm").exists():
+        return _open_marian(folder, options)
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         return _byte_level_bpe(folder, options, kind, stop_ids)
     if (folder / "spiece.model").exists() or kind.startswith("ByT5"):
@@ -128,6 +130,22 @@ def _add_sentinels(
         vocabulary = vocabularies.ByteVocabulary(count)
     _check_added(folder, added, vocabulary)
     return vocabulary
+
+
+def _open_marian(folder: pathlib.Path, options: dict) -> vocabularies.MarianVocabulary:
+    """Returns the vocabulary of Marian's files, which source and target language share."""
+    file, model = folder / "vocab.json", folder / "source.spm"
+    if _read_flag(folder, options, "separate_vocabs"):
+        path = folder / "tokenizer_config.json"
+        raise mismatch_error(f"{path}: separate_vocabs", "true", "a vocabulary that is shared")
+    defaults = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    names = {name: _special_token(folder, options, name) or defaults[name] for name in defaults}
+    pieces = reading.read_json(file, vocabularies.TOKENIZER_BYTES)
+    contents = reading.read_bytes(model, vocabularies.TOKENIZER_BYTES)
+    try:
+        return vocabularies.MarianVocabulary.make(pieces, contents, **names)
+    except ValueError as error:
+        raise ValueError(f"{file}, with {model.name}: {error}") from None
 
 
 def _special_token(folder: pathlib.Path, options: dict, name: str) -> str | None:

@@ -1,6 +1,7 @@
 """Vocabularies: SentencePiece, bytes (ByT5) and Hugging Face's `tokenizer.json`."""
 
 import abc
+import base64
 import functools
 import hashlib
 import io
@@ -144,12 +145,13 @@ class SentencePieceVocabulary(Vocabulary):
     and is followed by a space.
     """
 
-    def __init__(self, model: bytes, extra_ids: int = 0):
+    def __init__(self, model: bytes, extra_ids: int = 0, needs_eos: bool = True):
         """Reads a SentencePiece model.
 
         Args:
           model: contents of its file.
           extra_ids: number of sentinels, whose ids follow those of its pieces.
+          needs_eos: whether a model without an end-of-sequence piece is rejected.
 
         Raises:
           ValueError: `model` is no SentencePiece model, has no end-of-sequence piece, or would make
@@ -172,7 +174,7 @@ class SentencePieceVocabulary(Vocabulary):
             got = f"{len(model)} bytes that are no SentencePiece model"
             raise ValueError(f"got {got}, expected one")
         eos = self._processor.eos_id()
-        if eos < 0:
+        if eos < 0 and needs_eos:
             got = "a SentencePiece model without an end-of-sequence piece"
             raise ValueError(f"got {got}, expected one")
         self.eos_ids = (eos,)
@@ -241,6 +243,14 @@ class SentencePieceVocabulary(Vocabulary):
                 text += (" " if text else "") + self.piece(token)
         return text
 
+    def cut(self, text: str) -> list[str]:
+        """Returns the pieces of a text."""
+        return self._processor.encode(text, out_type=str)
+
+    def join(self, pieces: list[str]) -> str:
+        """Returns the text of pieces, which the model need not have."""
+        return self._processor.decode_pieces(pieces)
+
     def is_special(self, token: int) -> bool:
         if not 0 <= token < self._pieces:
             return True
@@ -258,6 +268,89 @@ class SentencePieceVocabulary(Vocabulary):
         ids = {"eos_token": self.eos_ids[0], "pad_token": model.pad_id()}
         ids["unk_token"] = model.unk_id()
         return {name: i for name, i in ids.items() if i >= 0}
+
+
+class MarianVocabulary(Vocabulary):
+    """Marian's vocabulary: a SentencePiece model cuts texts into pieces, and a table has their ids.
+
+    A language code such as `>>deu<<` at the beginning of a text is one piece. Pieces that the table
+    lacks are unknown. Inputs end with EOS.
+    """
+
+    def __init__(self, text: str):
+        """Reads a vocabulary.
+
+        Args:
+          text: a JSON object: `pieces`, the ids of pieces; `source_spm`, the SentencePiece model in
+            base64; `eos_token`, `unk_token` and `pad_token`, which are pieces.
+
+        Raises:
+          ValueError: one of them is missing or unsound.
+        """
+        self.text, content = text, reading.parse_json(text)
+        pieces = content.get("pieces")
+        self._names: dict[str, int] = {}
+        if not isinstance(pieces, dict) or not pieces:
+            raise ValueError(f"got pieces {quote_value(pieces)}, expected an object with their ids")
+        checks.check_ids(pieces.items())
+        for name in ("eos_token", "unk_token", "pad_token"):
+            if (token := content.get(name)) not in pieces:
+                got = f"{name} {quote_value(token)}"
+                raise ValueError(f"got {got}, expected a piece of the vocabulary")
+            self._names[name] = pieces[token]
+        model = base64.b64decode(str(content.get("source_spm")))
+        self._source = SentencePieceVocabulary(model, needs_eos=False)
+        self._ids, self._pieces = pieces, {i: piece for piece, i in pieces.items()}
+        self.size = max(self._pieces) + 1
+        self.eos_ids, self.pad_id = (self._names["eos_token"],), self._names["pad_token"]
+        self._special = SpecialTokens({self._pieces[i]: i for i in self._names.values()})
+
+    @classmethod
+    def make(cls, pieces: dict[str, int], model: bytes, **names: str) -> "MarianVocabulary":
+        """Makes a vocabulary of the parts of its `text`."""
+        content = {"pieces": pieces, "source_spm": base64.b64encode(model).decode(), **names}
+        return cls(json.dumps(content, ensure_ascii=False))
+
+    @classmethod
+    def load(cls, path: PathLike) -> "MarianVocabulary":
+        """Reads a file; errors as for the class."""
+        text = reading.read_text(path, TOKENIZER_BYTES)
+        try:
+            return cls(text)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for i, part in enumerate(self._special.split(text)):
+            code = re.match(r">>.*?<<", part, re.DOTALL) if i % 2 == 0 else None
+            start = code.end() if code else 0
+            names = [part] if i % 2 else [part[:start]] * bool(code)
+            names += [] if i % 2 else self._source.cut(part[start:])
+            unknown = self._names["unk_token"]
+            ids += [self._ids.get(name, unknown) for name in names]
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text, run, unknown = "", [], self._names["unk_token"]
+        for token in [*map(int, ids), unknown]:
+            if token in (self.eos_ids[0], self.pad_id) or token not in self._pieces:
+                continue
+            if token != unknown:
+                run.append(self._pieces[token])
+                continue
+            text += self._source.join(run) + self._pieces[unknown] + " "
+            run = []
+        return text[: -len(self._pieces[unknown]) - 1].replace("▁", " ").strip()
+
+    def is_special(self, token: int) -> bool:
+        return token in self._names.values() or token not in self._pieces
+
+    def piece(self, token: int) -> str:
+        return self._pieces.get(token, f"<{token}>").replace("▁", " ")
+
+    def special_ids(self) -> dict[str, int]:
+        return dict(self._names)
 
 
 class ByteVocabulary(Vocabulary):

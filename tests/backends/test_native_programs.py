@@ -242,7 +242,7 @@ CALLS = {
     },
     **{
         f"specdec_head_{kind}": (
-            [(4, 20), weights, (scales,), NONE],
+            [(4, 20), weights, (scales,), NONE, (33,)],
             [((4,), INTEGER), (4,)],
             {"columns": np.int64(33), "summed": True},
             [
@@ -252,9 +252,10 @@ CALLS = {
                 (2, (32,)),
                 (2, (49,)),
                 (3, ((3,), bool)),
-                (4, ((3,), INTEGER)),
-                (5, (5,)),
-                (5, ((4,), INTEGER)),
+                (4, (32,)),
+                (5, ((3,), INTEGER)),
+                (6, (5,)),
+                (6, ((4,), INTEGER)),
             ],
         )
         for kind, weights, scales, misfits in KINDS
@@ -366,7 +367,7 @@ CALLS = {
     "specdec_cross_attention": (
         [(2, 3, 16), (2, 2, 6, 8), (2, 2, 6, 8), ((2,), INTEGER), NONE],
         [(2, 3, 16)],
-        {"clear": True},
+        {"divisor": np.float32(1), "clear": True},
         [
             (0, (2, 3, 20)),
             (0, (3, 16)),
@@ -381,7 +382,7 @@ CALLS = {
     "specdec_encoder_attention": (
         [(2, 6, 48), (6, 2, 6), ((2,), INTEGER)],
         [(2, 6, 16)],
-        {},
+        {"divisor": np.float32(1)},
         [
             (0, (2, 6, 50)),
             (0, (2, 5, 48)),
@@ -420,7 +421,7 @@ def test_shapes_that_do_not_fit(target):
 
 
 @pytest.mark.parametrize(
-    "name, value", [("before", 5), ("before", -1), ("first", 4), ("second", -1)]
+    "name, value", [("before", 5), ("before", -1), ("first", 5), ("second", -1)]
 )
 def test_norms_and_activations_that_are_unknown(name, value):
     arguments = [

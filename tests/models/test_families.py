@@ -16,6 +16,7 @@ from specdec_jax.backends.backend import Backend
 from specdec_jax.backends.kv_cache import KVCache
 from specdec_jax.backends.xla import DecoderCall
 from specdec_jax.models import families, parameters
+from specdec_jax.models.bart import BartConfig
 from specdec_jax.models.blocks import Attention, BlockOptions
 from specdec_jax.models.config_validation import check_fields
 from specdec_jax.models.family import FamilyModule, ModelConfig
@@ -289,12 +290,13 @@ def test_every_row_answers(name, registered):
     tiny = {
         "t5": T5Config(24, 16, 2, 8, 1, 1, 24),
         "gpt": sd.GPTConfig(24, 16, 2, 1, 24),
+        "bart": BartConfig(24, 16, 2, 1, 1, 24),
         "bag": TINY,
     }[name]
     made = jax.eval_shape(lambda key: initial_params(tiny.module(), key), jax.random.key(0))
     shapes = {path: leaf.shape for path, leaf in parameters.flatten(made).items()}
     assert shapes == tiny.parameter_shapes() == parameters.parameter_shapes(tiny)
-    assert tiny.max_positions == (1024 if name == "gpt" else None)
+    assert tiny.max_positions == (1024 if name in ("gpt", "bart") else None)
     assert tiny.explicit() == tiny.explicit().explicit()
     assert not tiny.with_own_head().logits_via_embedding
     assert families.build_config(families.describe(tiny)) == tiny

@@ -428,12 +428,14 @@ static __attribute__((noinline)) float exp_sum(const Vec* columns, float greates
 }
 
 // Of up to 16 columns of a row, the first of which is `column` of it.
-static Peak peak_of(const float* columns, const float* scales, int64_t count, int32_t column, bool summed) {
+static Peak peak_of(const float* columns, const float* scales, const float* bias, int64_t count, int32_t column, bool summed) {
   Vec own[kParts], most = all(-INFINITY), wrong = {}, first = all(kPanel);
   for (int q = 0; q < kParts; q++) {
     const int64_t n = count - q * kLanes;
-    const Vec v = load(columns + q * kLanes);
-    own[q] = kFirst < (float)n ? scales ? v * load(scales + q * kLanes, n > 0 ? n : 0) : v : all(-INFINITY);
+    Vec v = load(columns + q * kLanes);
+    if (scales) v *= load(scales + q * kLanes, n > 0 ? n : 0);
+    if (bias) v += load(bias + q * kLanes, n > 0 ? n : 0);
+    own[q] = kFirst < (float)n ? v : all(-INFINITY);
     most = own[q] > most ? own[q] : most;
     wrong = own[q] == own[q] ? wrong : all(1.0f);
   }
@@ -492,12 +494,12 @@ static void columns(const Product<W>& of, int64_t panel, bool whole) {
         row += m;
       }
     }
-    const float* scales = of.scales ? of.scales + begin : nullptr;
+    const float *scales = of.scales ? of.scales + begin : nullptr, *bias = of.bias ? of.bias + begin : nullptr;
     if (!of.peaks) finish(of, sums, P * kPanel, rows, of.rows + first, begin, left < own ? left : own);
     for (int i = 0; of.peaks && i < rows; i++)
       for (int64_t p = 0, from = begin; p < P && from < of.F && from - begin < own; p++, from += kPanel)
         of.peaks[(first + i) * ((of.F + kPanel - 1) / kPanel) + from / kPanel] =
-            peak_of(sums + (i * P + p) * kPanel, scales ? scales + p * kPanel : nullptr,
+            peak_of(sums + (i * P + p) * kPanel, scales ? scales + p * kPanel : nullptr, bias ? bias + p * kPanel : nullptr,
                     of.F - from < kPanel ? of.F - from : kPanel, from, of.summed);
     first += rows;
   }
@@ -607,7 +609,7 @@ static __attribute__((noinline)) void rounded(const float* x, int64_t K, typenam
 
 // What is made of a row before it is multiplied: `panels.Before`.
 enum : int64_t { kNothing, kRootMeanSquare, kMeanAndVariance, kActivation, kGate };
-enum : int64_t { kLinear, kRelu, kGelu, kSilu };
+enum : int64_t { kLinear, kRelu, kGelu, kSilu, kExactGelu };
 
 struct Before {
   int64_t kind, first, second;  // activations
@@ -620,8 +622,23 @@ static inline Vec sigmoid(Vec x) {
   return (x < 0 ? e : all(1.0f)) / (1.0f + e);
 }
 
+// erf x to some 2e-7: a quotient of polynomials, as in Eigen and XLA; beyond 4 it is 1.
+static inline Vec erf_of(Vec x) {
+  x = x > 4.0f ? all(4.0f) : x < -4.0f ? all(-4.0f) : x;
+  const Vec y = x * x;
+  Vec over = all(-2.72614225801306e-10f);
+  for (float c : {2.77068142495902e-08f, -2.10102402082508e-06f, -5.69250639462346e-05f, -7.34990630326855e-04f,
+                  -2.95459980854025e-03f, -1.60960333262415e-02f})
+    over = over * y + c;
+  Vec under = all(-1.45660718464996e-05f);
+  for (float c : {-2.13374055278905e-04f, -1.68282697438203e-03f, -7.37332916720468e-03f, -1.42647390514189e-02f})
+    under = under * y + c;
+  return x * over / under;
+}
+
 static inline Vec activated(int64_t activation, Vec x) {
   switch (activation) {
+    case kExactGelu: return 0.5f * x * (1.0f + erf_of(x * 0.70710678118f));
     case kRelu: return x < 0 ? Vec{} : x;
     case kGelu: return x * sigmoid(1.5957691216f * (x + 0.044715f * (x * x * x)));  // 2 · √(2 / π)
     case kSilu: return x * sigmoid(x);
@@ -735,7 +752,8 @@ static ffi::Error ProductOf(ffi::ThreadPool pool, Floats x, ffi::Buffer<kType> w
   const int64_t rows = xs.size() ? count(xs, 0, xs.size() - 1) : -1, F = ys.size() ? ys[ys.size() - 1] : -1;
   const bool normed = before == kRootMeanSquare || before == kMeanAndVariance;
   const int64_t K = xs.size() ? xs[xs.size() - 1] : -1;
-  if (before < kNothing || before > kGate || first < kLinear || first > kSilu || second < kLinear || second > kSilu)
+  if (before < kNothing || before > kGate || first < kLinear || first > kExactGelu || second < kLinear ||
+      second > kExactGelu)
     return unfit("product: expected a kind of norm or activation that is known");
   if (!has(*y, rows * F) || !may_have(bias, F) || !may_have(residual, rows * F) || !has(norm_scale, normed ? K : 0) ||
       !has(norm_bias, before == kMeanAndVariance ? K : 0))
@@ -746,13 +764,14 @@ static ffi::Error ProductOf(ffi::ThreadPool pool, Floats x, ffi::Buffer<kType> w
 
 // `summed`: with log-probabilities, which are 0 otherwise.
 template <ffi::DataType kType, typename W>
-static ffi::Error HeadOf(ffi::ThreadPool pool, Floats x, ffi::Buffer<kType> w, Floats scales, Flags live, Out<ffi::S32> tokens,
-                         Out<ffi::F32> log_probs, int64_t columns, bool summed) {
+static ffi::Error HeadOf(ffi::ThreadPool pool, Floats x, ffi::Buffer<kType> w, Floats scales, Flags live, Floats bias,
+                         Out<ffi::S32> tokens, Out<ffi::F32> log_probs, int64_t columns, bool summed) {
   const auto xs = x.dimensions();
   const int64_t rows = xs.size() ? count(xs, 0, xs.size() - 1) : -1;
-  if (columns < 1 || !has(*tokens, rows) || !has(*log_probs, rows)) return unfit("head: shapes do not fit");
+  if (columns < 1 || !has(*tokens, rows) || !has(*log_probs, rows) || !may_have(bias, columns))
+    return unfit("head: shapes do not fit");
   return multiply<kType, W>(pool, x, w, scales, columns, live, {kNothing, kLinear, kLinear, nullptr, nullptr},
-                            {nullptr, nullptr, nullptr, tokens->typed_data(), log_probs->typed_data(), summed, true});
+                            {nullptr, or_none(bias), nullptr, tokens->typed_data(), log_probs->typed_data(), summed, true});
 }
 
 // What `before`, a norm, makes of the rows of x that are live; 0 for the others.
@@ -958,7 +977,7 @@ static inline int64_t within(int64_t length, int64_t most) { return length < 0 ?
 // Queries [B, T, H·K] over the first lengths[b] of L keys and values [B, H, L, K].
 static ffi::Error CrossAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::Buffer<ffi::F32> keys,
                                  ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::PRED> live,
-                                 ffi::ResultBuffer<ffi::F32> out, bool clear) {
+                                 ffi::ResultBuffer<ffi::F32> out, float divisor, bool clear) {
   const auto qs = query.dimensions(), cs = keys.dimensions();
   if (qs.size() != 3 || cs.size() < 3) return unfit("cross-attention: expected queries [B, T, H·K] and keys [.., H, L, K]");
   const int64_t B = qs[0], T = qs[1], K = cs[cs.size() - 1], L = cs[cs.size() - 2], H = cs[cs.size() - 3], width = H * K;
@@ -975,7 +994,8 @@ static ffi::Error CrossAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> que
     for (int64_t t = 0; t < T; t++) {
       const int64_t at = (b * T + t) * width + h * K;
       if (counts(b, t))
-        attend(InOrder(), x + at, key + own, value + own, K, L * K, within(ends[b], L), K, nullptr, 1.0f, scores, y + at);
+        attend(InOrder(), x + at, key + own, value + own, K, L * K, within(ends[b], L), K, nullptr, divisor, scores,
+               y + at);
       else if (clear) std::memset(y + at, 0, sizeof(float) * K);
     }
   });
@@ -1056,15 +1076,16 @@ static ffi::Error Move(Floats keys, Floats values, Integers sources, Integers st
   return ffi::Error::Success();
 }
 
-// The first lengths[b] positions of qkv [B, L, 3·H·K] over each other, 0 for the others; bias [L, H, L] by query position.
+// The first lengths[b] positions of qkv [B, L, 3·H·K] over each other, 0 for the others; bias [L, H, L] by query position, or
+// [0, H, 0].
 static ffi::Error EncoderAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> bias,
-                                   ffi::Buffer<ffi::S32> lengths, ffi::ResultBuffer<ffi::F32> out) {
+                                   ffi::Buffer<ffi::S32> lengths, ffi::ResultBuffer<ffi::F32> out, float divisor) {
   const auto qs = qkv.dimensions(), bs = bias.dimensions();
   if (qs.size() != 3 || bs.size() != 3) return unfit("encoder attention: expected queries [B, L, 3·H·K] and bias [L, H, L]");
   const int64_t B = qs[0], L = qs[1], H = bs[1], width = qs[2] / 3, K = H ? width / H : 0;
-  if (bs[0] != L || bs[2] != L || K * H * 3 != qs[2] || !has(*out, B * L * width) || !has(lengths, B))
+  if (!may_have(bias, L * H * L) || K * H * 3 != qs[2] || !has(*out, B * L * width) || !has(lengths, B))
     return unfit("encoder attention: shapes do not fit");
-  const float *x = qkv.typed_data(), *table = bias.typed_data();
+  const float *x = qkv.typed_data(), *table = or_none(bias);
   const int32_t* ends = lengths.typed_data();
   float* y = out->typed_data();
   for_heads(pool, B, H, L * L * K * 2, [=](int64_t b, int64_t h) {
@@ -1075,8 +1096,8 @@ static ffi::Error EncoderAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q
       float* to = y + (b * L + t) * width + h * K;
       if (t >= live) std::memset(to, 0, sizeof(float) * K);
       else
-        attend(InOrder(), own + t * 3 * width, own + width, own + 2 * width, 3 * width, 0, live, K, table + (t * H + h) * L,
-               1.0f, scores, to);
+        attend(InOrder(), own + t * 3 * width, own + width, own + 2 * width, 3 * width, 0, live, K,
+               table ? table + (t * H + h) * L : nullptr, divisor, scores, to);
     }
   });
   return ffi::Error::Success();
@@ -1098,7 +1119,7 @@ static auto product_binding() {
 template <ffi::DataType kType>
 static auto head_binding() {
   return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().template Arg<ffi::Buffer<kType>>().template Arg<Floats>()
-      .template Arg<Flags>().template Ret<Integers>().template Ret<Floats>().template Attr<int64_t>("columns")
+      .template Arg<Flags>().template Arg<Floats>().template Ret<Integers>().template Ret<Floats>().template Attr<int64_t>("columns")
       .template Attr<bool>("summed");
 }
 
@@ -1126,7 +1147,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecMove, Move,
                                   .Ret<Floats>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecCrossAttention, CrossAttention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
-                                  .Arg<Integers>().Arg<Flags>().Ret<Floats>().Attr<bool>("clear"));
+                                  .Arg<Integers>().Arg<Flags>().Ret<Floats>().Attr<float>("divisor").Attr<bool>("clear"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     SpecdecEncoderAttention, EncoderAttention,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Integers>().Ret<Floats>());
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Integers>().Ret<Floats>().Attr<float>("divisor"));

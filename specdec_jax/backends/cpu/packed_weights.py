@@ -79,7 +79,7 @@ def check_quantize(quantize: str | None, dtype: DTypeLike, mesh: bool) -> None:
 
 # In the order in which `native.cc` numbers them.
 _KINDS = ("nothing", "rms", "layer", "activation", "gate")
-_ACTIVATIONS = ("linear", "relu", "gelu", "silu")
+_ACTIVATIONS = ("linear", "relu", "gelu", "silu", "gelu_exact")
 
 
 class Before(NamedTuple):
@@ -178,15 +178,20 @@ class PackedWeight:
         return call(*arguments, **before.attributes(), clear=clear).astype(output_dtype)
 
     def greedy_token_and_logprob(
-        self, x: Float[Array, "*N D"], valid: Valid = None, normalize: bool = True
+        self,
+        x: Float[Array, "*N D"],
+        valid: Valid = None,
+        normalize: bool = True,
+        bias: Float[Array, " F"] | None = None,
     ) -> tuple[Int32[Array, "*N"], Float32[Array, "*N"]]:
-        """Returns the argmax of each row of `product` and its log-probability.
+        """Returns the argmax of each row of `product`, with `bias`, and its log-probability.
 
         The product is not stored. The argmax is the first of equal columns, or −1 where a column
         is NaN; the log-probability there is NaN, and without `normalize` it is meaningless.
         """
         results = [jax.ShapeDtypeStruct(x.shape[:-1], dtype) for dtype in (jnp.int32, jnp.float32)]
-        arguments = x.astype(jnp.float32), self.values, _replace_none(self.scales), _flags(valid)
+        more = _replace_none(self.scales), _flags(valid), _replace_none(bias)
+        arguments = x.astype(jnp.float32), self.values, *more
         call = jax.ffi.ffi_call(f"specdec_head_{self._kind}", results, vmap_method="sequential")
         return tuple(call(*arguments, columns=np.int64(self.columns), summed=bool(normalize)))
 
@@ -329,18 +334,23 @@ def attend_to_encoded(
     lengths: Int32[Array, " B"],
     valid: Valid = None,
     clear: bool = True,
+    divisor: float = 1.0,
 ) -> Float32[Array, "B T H*K"]:
     """Returns the attention of queries over the first `lengths` keys and values of each row.
 
-    It is 0 for a row of length 0, and for positions that are False in `valid`; `clear` as for
-    `PackedWeight.product`.
+    It is 0 for a row of length 0, and for positions that are False in `valid`; `divisor` as for
+    `attend_to_cache`, `clear` as for `PackedWeight.product`.
     """
     call = _get_kernel("cross_attention", query.shape)
-    return call(query, keys, values, lengths, _flags(valid), clear=clear)
+    options = dict(divisor=np.float32(divisor), clear=clear)
+    return call(query, keys, values, lengths, _flags(valid), **options)
 
 
 def attend_to_inputs(
-    qkv: Float32[Array, "B L QKV"], bias: Float32[Array, "L H L"], lengths: Int32[Array, " B"]
+    qkv: Float32[Array, "B L QKV"],
+    bias: Float32[Array, "L H L"] | Float32[Array, "0 H 0"],
+    lengths: Int32[Array, " B"],
+    divisor: float = 1.0,
 ) -> Float32[Array, "B L QKV//3"]:
     """Returns an encoder's attention of the first `lengths` positions of each row over each other.
 
@@ -348,7 +358,9 @@ def attend_to_inputs(
 
     Args:
       qkv: queries, keys and values side by side, 3·H·K.
-      bias: added to the scores, by query position.
+      bias: added to the scores, by query position; without positions: nothing.
+      lengths: number of positions of each row that count.
+      divisor: as for `attend_to_cache`.
     """
     call = _get_kernel("encoder_attention", (*qkv.shape[:2], qkv.shape[2] // 3))
-    return call(qkv, bias, lengths)
+    return call(qkv, bias, lengths, divisor=np.float32(divisor))

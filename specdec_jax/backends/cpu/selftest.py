@@ -101,12 +101,14 @@ def _product_cases(rng: Any) -> list[tuple]:
             weights, matrix = (groups.copy(), scales), integers * scales.astype(np.float64)
         inputs = [_round_to_int8(part) if kind == "w8a8" else part for part in (gated, linear)]
         hidden, logits = (part.astype(np.float64) @ matrix for part in inputs)
+        logits += bias
         logprobs = -np.log(np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1))
         given_all, product = (given, *weights, valid, none, none, bias, residual), hidden + bias
         product = (product + residual) * valid[:, None]
         cases.append((f"product_{kind}", given_all, gate, [(M, F)], product))
         found = logits.argmax(axis=1), logprobs
-        cases.append((f"head_{kind}", (linear, *weights, all_valid), head, [(M,), (M,)], *found))
+        head_given = linear, *weights, all_valid, bias
+        cases.append((f"head_{kind}", head_given, head, [(M,), (M,)], *found))
     return cases
 
 
@@ -161,21 +163,27 @@ def _attention_cases(rng: Any) -> list[tuple]:
         branched[b, t] = attend(query[b : b + 1, t : t + 1] / divisor, *found, near, seen)[0, 0]
 
     inside = (slots < lengths[:, None])[:, None]
-    crossed = attend(query, keys, values, 0, inside)
+    crossed = attend(query / divisor, keys, values, 0, inside)
     parts = [part.reshape(B, S, H, K) for part in np.split(whole, 3, axis=-1)]
     key, value = (part.transpose(0, 2, 1, 3) for part in parts[1:])
-    encoded = attend(parts[0], key, value, table, inside) * inside.transpose(0, 2, 1)
+    encoded = attend(parts[0] / divisor, key, value, table, inside) * inside.transpose(0, 2, 1)
 
     queries, how = qkv[..., : H * K].copy(), {"divisor": divisor, "clear": True}
     results, all_valid = [(B, T, H * K), keys.shape, values.shape], valid[:0]
     nodes = qkv, keys, values, bias[0], positions, places, paths, all_valid
-    crossing, clear = (queries, keys, values, lengths, all_valid), {"clear": True}
+    crossing = queries, keys, values, lengths, all_valid
     return [
         ("self_attention", (qkv, keys, values, bias, positions, valid), how, results, cached),
         ("node_attention", nodes, how, results, branched),
         ("move", (keys, values, sources, positions), {}, results[1:], moved),
-        ("cross_attention", crossing, clear, results[:1], crossed),
-        ("encoder_attention", (whole, table, lengths), {}, [(B, S, H * K)], encoded),
+        ("cross_attention", crossing, how, results[:1], crossed),
+        (
+            "encoder_attention",
+            (whole, table, lengths),
+            {"divisor": divisor},
+            [(B, S, H * K)],
+            encoded,
+        ),
     ]
 
 

@@ -1,0 +1,251 @@
+"""Hugging Face's BART, mBART, Marian, Pegasus, M2M-100 and NLLB: config.json and tensors' names."""
+
+import pathlib
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from specdec_jax.checkpoints.huggingface_config import choose_value, read_fields
+from specdec_jax.checkpoints.stored_tensor import Parameters, StoredTensor, is_same_tensor
+from specdec_jax.files.reading import mismatch_error, quote_value
+from specdec_jax.models.bart import BartConfig
+from specdec_jax.models.config_validation import build
+from specdec_jax.models.parameters import parameter_shapes
+
+ARCHITECTURES = {
+    "bart": ("BartForConditionalGeneration",),
+    "mbart": ("MBartForConditionalGeneration",),
+    "marian": ("MarianMTModel",),
+    "pegasus": ("PegasusForConditionalGeneration",),
+    "m2m_100": ("M2M100ForConditionalGeneration",),
+}
+START = "decoder_start_token_id"
+NO_START: tuple[int, ...] = ()  # an mBART's is the language, which nothing else gives
+_BART = {"eos_token_id": 2, "pad_token_id": 1}
+# Where config.json does not say.
+SPECIAL_IDS = {
+    "bart": _BART | {"decoder_start_token_id": 2, "forced_eos_token_id": 2},
+    "mbart": _BART | {"forced_eos_token_id": 2},
+    "marian": {
+        "eos_token_id": 0,
+        "pad_token_id": 58100,
+        "decoder_start_token_id": 58100,
+        "forced_eos_token_id": 0,
+    },
+    "pegasus": {
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 0,
+        "forced_eos_token_id": 1,
+    },
+    "m2m_100": _BART | {"decoder_start_token_id": 2},
+}
+NO_EOS: tuple[int, ...] = ()  # what `"eos_token_id": null` means: nothing ends a sequence
+_ACTIVATIONS = {
+    "gelu": "gelu_exact",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+_FIELDS = {
+    "vocab_size": "vocab_size",
+    "emb_dim": "d_model",
+    "num_heads": "encoder_attention_heads",
+    "num_encoder_layers": "encoder_layers",
+    "num_decoder_layers": "decoder_layers",
+    "mlp_dim": "encoder_ffn_dim",
+    "num_positions": "max_position_embeddings",
+    "scale_embedding": "scale_embedding",
+    "pad_id": "pad_token_id",
+    "logits_via_embedding": "tie_word_embeddings",
+}
+# The classes' own defaults.
+_DEFAULTS = {
+    "vocab_size": 50265,
+    "emb_dim": 1024,
+    "num_heads": 16,
+    "num_encoder_layers": 12,
+    "num_decoder_layers": 12,
+    "mlp_dim": 4096,
+    "num_positions": 1024,
+    "scale_embedding": False,
+    "logits_via_embedding": True,
+}
+_OTHER_SIZES = {"marian": {"vocab_size": 58101}, "m2m_100": {"vocab_size": 128112}}
+
+
+class _Kind(NamedTuple):
+    """What sets a class of models apart.
+
+    Attributes:
+      norm_place, embedding_norm, logits_bias: as in `BartConfig`.
+      make_positions: `(rows, D, id of padding)` -> the table where the file has none; None: the
+        file's, without its first two rows.
+      activation: the default of config.json.
+    """
+
+    norm_place: str
+    embedding_norm: bool
+    logits_bias: bool
+    make_positions: Callable[[int, int, int], np.ndarray] | None
+    activation: str = "gelu"
+
+
+def _make_halves(rows: int, width: int, pad: int) -> np.ndarray:
+    """Returns the sines of Marian and Pegasus and, after them, the cosines."""
+    angles = np.arange(rows)[:, None] / np.power(10000, 2 * np.arange(-(-width // 2)) / width)
+    return np.concatenate([np.sin(angles), np.cos(angles[:, : width // 2])], axis=1)
+
+
+def _make_m2m(rows: int, width: int, pad: int) -> np.ndarray:
+    """Returns the sines and cosines of M2M-100, whose first row comes after that of padding."""
+    half = width // 2
+    steps = np.exp(np.arange(half, dtype=np.float32) * np.float32(-np.log(10000) / (half - 1)))
+    angles = np.arange(pad + 1, pad + 1 + rows, dtype=np.float32)[:, None] * steps
+    table = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    return np.pad(table, ((0, 0), (0, width % 2)))
+
+
+_KINDS = {
+    "bart": _Kind("post", True, True, None),
+    "mbart": _Kind("pre", True, True, None),
+    "marian": _Kind("post", False, True, _make_halves),
+    "pegasus": _Kind("pre", False, True, _make_halves),
+    "m2m_100": _Kind("pre", False, False, _make_m2m, "relu"),
+}
+
+
+def open_model(
+    folder: pathlib.Path, options: dict, tensors: Parameters
+) -> tuple[BartConfig, Parameters]:
+    """Returns the configuration that config.json gives, and the tensors by our names."""
+    path = folder / "config.json"
+    config = _read_config(path, options)
+    return config, _rename_tensors(folder, config, options, tensors)
+
+
+def _read_config(path: pathlib.Path, options: dict) -> BartConfig:
+    kind = _KINDS[options["model_type"]]
+    defaults = _DEFAULTS | _OTHER_SIZES.get(options["model_type"], {})
+    defaults["scale_embedding"] = options["model_type"] == "m2m_100"
+    fields = read_fields(options, _FIELDS, defaults)
+    others = dict(num_heads="decoder_attention_heads", mlp_dim="decoder_ffn_dim")
+    for name, value in read_fields(options, others, defaults).items():
+        if value != fields[name]:
+            expected = f"{_FIELDS[name]} = {quote_value(fields[name])}"
+            raise mismatch_error(f"{path}: {others[name]}", quote_value(value), expected)
+    if options.get("share_encoder_decoder_embeddings", True) is not True:
+        name = "share_encoder_decoder_embeddings"
+        raise mismatch_error(f"{path}: {name}", quote_value(options[name]), "true")
+    name = "activation_function"
+    fields |= dict(
+        mlp_activation=choose_value(path, options, name, kind.activation, _ACTIVATIONS),
+        norm_place=kind.norm_place,
+        embedding_norm=kind.embedding_norm,
+        logits_bias=kind.logits_bias,
+    )
+    return build(BartConfig, fields, path, _FIELDS)
+
+
+# All tensors of an embedding that is tied; the first that is there is read.
+_EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+_HEAD, _BIAS, _POSITIONS = "lm_head.weight", "final_logits_bias", "embed_positions.weight"
+# What old files hold beside the parameters: numbers of versions, and M2M-100's own table.
+_UNUSED = re.compile(r"(encoder|decoder)\.(version|embed_positions\.(weights|_float_tensor))")
+_BLOCKS = {
+    "attention": "self_attn",
+    "self_attention": "self_attn",
+    "encoder_decoder_attention": "encoder_attn",
+    "attention_layer_norm": "self_attn_layer_norm",
+    "self_attention_layer_norm": "self_attn_layer_norm",
+    "cross_attention_layer_norm": "encoder_attn_layer_norm",
+    "mlp_layer_norm": "final_layer_norm",
+    "embedding_norm": "layernorm_embedding",
+    "encoder_norm": "layer_norm",
+    "decoder_norm": "layer_norm",
+    "wi": "fc1",
+    "wo": "fc2",
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "out": "out_proj",
+}
+
+
+def tensor_name(name: str) -> str:
+    """Returns Hugging Face's name, without `model.`, of our parameter `name` of a stack.
+
+    Example: `decoder/layers_3/mlp/wo/kernel` -> `decoder.layers.3.fc2.weight`.
+    """
+    stack, *places, last = name.split("/")
+    names = [stack]
+    for place in places:
+        if place.startswith("layers_"):
+            names += ["layers", place.removeprefix("layers_")]
+        elif place != "mlp":
+            names.append(_BLOCKS[place.removeprefix("pre_").removeprefix("post_")])
+    return ".".join([*names, "bias" if last == "bias" else "weight"])
+
+
+def _rename_tensors(
+    folder: pathlib.Path, config: BartConfig, options: dict, given: Parameters
+) -> Parameters:
+    """Returns the tensors by our names; unknown ones keep theirs."""
+    tensors = {name.removeprefix("model."): tensor for name, tensor in given.items()}
+    if len(tensors) < len(given):
+        twice = next(name for name in tensors if name in given and f"model.{name}" in given)
+        raise mismatch_error(
+            folder, f"two tensors that are {twice}, with and without model.", "one"
+        )
+    tensors = {name: tensor for name, tensor in tensors.items() if not _UNUSED.fullmatch(name)}
+    tied = (*_EMBEDDINGS, _HEAD) if config.logits_via_embedding else _EMBEDDINGS
+    copies = {name: tensors.pop(name) for name in tied if name in tensors}
+    renamed = {}
+    for name, tensor in copies.items():
+        if not is_same_tensor(tensor, renamed.setdefault("token_embedder/embedding", tensor)):
+            raise mismatch_error(f"{folder}: {name}", "another embedding", next(iter(copies)))
+    for name in parameter_shapes(config):
+        if name == "decoder/logits_bias":
+            renamed[name] = _read_bias(config, tensors)
+        elif name.endswith("position_embedder/embedding"):
+            renamed |= _read_positions(name, config, options, tensors)
+        elif name != "token_embedder/embedding":
+            theirs = _HEAD if name == "decoder/logits_dense/kernel" else tensor_name(name)
+            if (found := tensors.pop(theirs, None)) is not None:
+                renamed[name] = found.transposed() if name.endswith("/kernel") else found
+    return renamed | tensors
+
+
+def _read_bias(config: BartConfig, tensors: Parameters) -> StoredTensor:
+    """Returns the bias of the logits, stored as one row, or zeros where the file has none."""
+    shape, row = (config.vocab_size,), tensors.pop(_BIAS, None)
+    if row is None:
+        return StoredTensor.from_function(shape, lambda dtype: np.zeros(shape, dtype), "float32")
+    return _take(row, 0, shape) if row.shape == (1, *shape) else row
+
+
+def _read_positions(
+    name: str, config: BartConfig, options: dict, tensors: Parameters
+) -> Parameters:
+    """Returns a stack's table of positions by our name: the file's, or what a formula makes."""
+    shape = config.num_positions, config.emb_dim
+    make = _KINDS[options["model_type"]].make_positions
+    table = tensors.pop(f"{name.split('/')[0]}.{_POSITIONS}", None)
+    if table is None and make is not None:
+
+        def fill(dtype: np.dtype) -> np.ndarray:
+            return make(*shape, config.pad_id).astype(dtype)
+
+        return {name: StoredTensor.from_function(shape, fill, "float32")}
+    if table is not None and make is None and table.shape == (shape[0] + 2, shape[1]):
+        table = _take(table, slice(2, None), shape)
+    return {} if table is None else {name: table}
+
+
+def _take(tensor: StoredTensor, rows: int | slice, shape: tuple[int, ...]) -> StoredTensor:
+    """Returns a part of a tensor, which is read whole for it."""
+    return StoredTensor.from_function(shape, lambda dtype: tensor.load(dtype)[rows], tensor.dtype)

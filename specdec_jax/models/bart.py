@@ -1,0 +1,123 @@
+"""The BART family by configuration: BART, mBART, Marian, Pegasus, M2M-100 and NLLB."""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+from specdec_jax.backends.backend import Backend
+from specdec_jax.models.blocks import BlockOptions, EncoderDecoder, list_shapes
+from specdec_jax.models.config_validation import FieldError, check_fields
+from specdec_jax.models.family import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class BartConfig(ModelConfig):
+    """The shape of a BART-like network: layer norms, biases, and tables of absolute positions.
+
+    Attributes:
+      vocab_size: rows of the embedding and width V of the logits.
+      emb_dim: width D.
+      num_heads: H heads of D / H features.
+      num_encoder_layers, num_decoder_layers: number of layers of each stack.
+      mlp_dim: hidden width of the feed-forward block.
+      num_positions: rows of the table of positions of each stack: the longest input, and the most
+        tokens of an output with its start token. Sinusoidal positions are stored as a table too.
+      mlp_activation: activation of the feed-forward block; "gelu_exact" is that with erf, "gelu"
+        the tanh approximation.
+      norm_place: "post", after each block has been added (BART, Marian), or "pre", before each
+        block and at the end of a stack (mBART, Pegasus, M2M-100).
+      embedding_norm: whether there is a norm after embeddings and positions (BART, mBART).
+      scale_embedding: whether embeddings of tokens are multiplied by √D.
+      logits_bias: whether a bias is added to the logits.
+      pad_id: id that pads inputs of models without a vocabulary.
+      logits_via_embedding: whether the head is the transposed embedding.
+      dropout_rate: rate in training.
+      dtype: name of the computation's dtype, "float32" or "bfloat16".
+      matmul_dtype: dtype to which operands of products are rounded (training); None: `dtype`.
+    """
+
+    vocab_size: int
+    emb_dim: int
+    num_heads: int
+    num_encoder_layers: int
+    num_decoder_layers: int
+    mlp_dim: int
+    num_positions: int = 1024
+    mlp_activation: str = "gelu_exact"
+    norm_place: str = "post"
+    embedding_norm: bool = True
+    scale_embedding: bool = False
+    logits_bias: bool = True
+    pad_id: int = 1
+    logits_via_embedding: bool = True
+    dropout_rate: float = 0.0
+    dtype: str = "float32"
+    matmul_dtype: str | None = None
+    family: ClassVar[str] = "bart"
+    decoder_only: ClassVar[bool] = False
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.num_encoder_layers < 1:
+            raise FieldError(self, "num_encoder_layers", "got 0, expected at least 1")
+        if self.pad_id >= self.vocab_size:
+            expected = f"an id below vocab_size = {self.vocab_size}"
+            raise FieldError(self, "pad_id", f"got {self.pad_id}, expected {expected}")
+        if self.emb_dim % self.num_heads:
+            expected = f"a multiple of num_heads = {self.num_heads}"
+            raise FieldError(self, "emb_dim", f"got {self.emb_dim}, expected {expected}")
+
+    @property
+    def head_dim(self) -> int:
+        """K, features of each head."""
+        return self.emb_dim // self.num_heads
+
+    @property
+    def max_positions(self) -> int:
+        return self.num_positions
+
+    def with_own_head(self) -> "BartConfig":
+        return dataclasses.replace(self, logits_via_embedding=False)
+
+    def module(self, backend: Backend = Backend()) -> EncoderDecoder:
+        return EncoderDecoder(self, backend)
+
+    def block_options(self) -> BlockOptions:
+        """Returns what encoder and decoder are made of."""
+        return BlockOptions(
+            **self.shared_options(),
+            num_encoder_layers=self.num_encoder_layers,
+            activations=(self.mlp_activation,),
+            norm="layer",
+            norm_place=self.norm_place,
+            final_norm=self.norm_place == "pre",
+            embedding_norm=self.embedding_norm,
+            use_bias=True,
+            self_attention="self_attention",
+            joint_attention=False,
+            cross_attention=True,
+            relative_buckets=None,
+            relative_bias_per_layer=False,
+            num_positions=self.num_positions,
+            query_divisor=math.sqrt(self.head_dim),
+            embedding_deviation=0.02,
+            embedding_scale=math.sqrt(self.emb_dim) if self.scale_embedding else 1.0,
+            logits_bias=self.logits_bias,
+            scales_outputs=False,
+            inner_dropout=False,
+        )
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        return list_shapes(self)
+
+    @classmethod
+    def presets(cls) -> dict[str, "BartConfig"]:
+        return BART_PRESETS
+
+
+_MARIAN = dict(pad_id=58100, embedding_norm=False, scale_embedding=True, mlp_activation="silu")
+BART_PRESETS = {
+    "bart/base": BartConfig(50265, 768, 12, 6, 6, 3072),
+    "bart/large": BartConfig(50264, 1024, 16, 12, 12, 4096),
+    "marian/opus": BartConfig(58101, 512, 8, 6, 6, 2048, 512, **_MARIAN),  # type: ignore[arg-type]
+}

@@ -1,0 +1,205 @@
+"""BART, mBART, Marian, Pegasus and M2M-100: the numbers and tokens of transformers, and drafting.
+
+`scripts/write_golden_bart.py` describes the files.
+"""
+
+import functools
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden_models import GOLDEN
+from tiers import parametrize
+
+import specdec_jax as sd
+from specdec_jax.models import parameters
+from specdec_jax.tokenizers import huggingface_folders, vocabularies
+
+NAMES = ("marian", "bart", "mbart", "pegasus", "m2m_100")
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+@functools.cache
+def load(name):
+    return sd.load(GOLDEN / "hf_bart" / name, "float32", say=lambda line: None)
+
+
+@functools.cache
+def golden(name):
+    return dict(np.load(GOLDEN / "hf_bart" / name / "io.npz"))
+
+
+@functools.cache
+def draft(name):
+    """A smaller model of the same kind, which agrees with the target now and then."""
+    target = load(name)
+    config = target.config.replace(num_decoder_layers=1, num_encoder_layers=1)
+    shapes, params = parameters.parameter_shapes(config), parameters.flatten(target.params)
+    tree = parameters.unflatten({key: params[key] for key in shapes})
+    ids = dict(start_token=target.start_token, eos_ids=target.eos_ids)
+    return sd.ModelDrafter(sd.LanguageModel(config, tree, **ids))
+
+
+def decode(name, **options):
+    """Returns new tokens, −1 after the EOS."""
+    numbers = golden(name)
+    rows = [row[:n].tolist() for row, n in zip(numbers["inputs"], numbers["input_lengths"])]
+    result = sd.generate(load(name), rows, **options)
+    made = np.full_like(numbers["greedy"], -1)
+    for row, tokens, count in zip(made, result.tokens, result.lengths):
+        row[:count] = tokens[:count]
+    return made
+
+
+def plain_options(name):
+    pad = load(name).generation_config.bad_words_ids[0][0]
+    sampling = sd.SamplingConfig(forbidden_tokens=(pad,), no_repeat_ngram=2)
+    return dict(generation_config=None, sampling=sampling, max_new_tokens=14)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_transformers(name):
+    numbers = golden(name)
+    given = numbers["inputs"], numbers["decoder_tokens"], numbers["input_lengths"]
+    logits, expected = np.asarray(load(name).logits(*given)), numbers["logits"]
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@parametrize("name", NAMES, first=1)
+def test_greedy_tokens_are_transformers(name):
+    expected = golden(name)["greedy"]
+    np.testing.assert_array_equal(decode(name, **plain_options(name)), expected)
+    speculative = decode(name, drafter=draft(name), gamma=3, **plain_options(name))
+    np.testing.assert_array_equal(speculative, expected)
+
+
+@parametrize("name", NAMES, first=1)
+def test_beams_with_the_folders_defaults_are_transformers(name):
+    np.testing.assert_array_equal(decode(name), golden(name)["beams"])
+
+
+@pytest.mark.slow
+def test_kernels_and_xla_agree():
+    """With the CPU's own kernels, and in plain XLA with the parameters as checkpoints have them."""
+    numbers, target = golden("mbart"), load("mbart")
+    mask = np.arange(numbers["inputs"].shape[1]) < numbers["input_lengths"][:, None]
+    arrays = numbers["inputs"], mask, numbers["decoder_tokens"]
+    logits = target.config.module().apply({"params": target.params}, *map(jnp.asarray, arrays))
+    expected = numbers["logits"]
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+DRAFTERS = {
+    "tree": lambda name: dict(drafter=draft(name), tree=sd.Tree.uniform((3, 2))),
+    "beams": lambda name: dict(drafter=draft(name), gamma=2, num_beams=4),
+    "early exit": lambda name: dict(drafter=sd.EarlyExitDrafter(load(name), 1), gamma=2),
+    "shortlist": lambda name: dict(drafter=shortlisted(name), gamma=2),
+    "prompt lookup": lambda name: dict(drafter=sd.PromptLookupDrafter(), gamma=3),
+}
+
+
+def shortlisted(name):
+    drafter = draft(name)
+    return sd.ModelDrafter(drafter.model, shortlist=sorted({1, *range(0, 48, 2)}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bart", "pegasus"])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_drafts_change_no_token(kind, name):
+    plain = plain_options(name) | (dict(num_beams=4) if kind == "beams" else {})
+    expected = decode(name, **plain)
+    given = plain | DRAFTERS[kind](name)
+    np.testing.assert_array_equal(decode(name, **given), expected)
+
+
+@parametrize("dtype", ["float32", "int8"], first=1)
+def test_what_is_saved_is_loaded_again(dtype, tmp_path):
+    target = load("marian")
+    sd.save(target, tmp_path / "saved", dtype=dtype)
+    again = sd.load(tmp_path / "saved", "float32", say=lambda line: None)
+    ids = [5, 9, 11, 0]
+    expected = sd.generate(target, [ids], max_new_tokens=6)
+    found = sd.generate(again, [ids], max_new_tokens=6)
+    assert again.config == target.config and again.quantized == (dtype == "int8")
+    if dtype == "float32":
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+    for form in ("huggingface", "t5x"):
+        with pytest.raises(ValueError, match=f"format: got '{form}' for a BartConfig"):
+            sd.save(target, tmp_path / form, format=form)
+
+
+def test_inputs_and_outputs_have_as_many_tokens_as_there_are_positions():
+    target = load("pegasus")
+    for inputs, limit, expected in (
+        ([[5] * 33], 4, "the model has 32 positions"),
+        ([[5]], 32, "sequences of up to 33 tokens, new ones included"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            sd.generate(target, inputs, max_new_tokens=limit, generation_config=None)
+    assert sd.generate(target, [[5] * 32], max_new_tokens=31, generation_config=None).tokens.size
+    with pytest.raises(ValueError, match="decoder_tokens: got sequences of up to 33 tokens"):
+        target.logits([[5]], [[0] * 33])
+
+
+def edit(folder, **changes):
+    options = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(options))
+
+
+REJECTED = {
+    "separate embeddings": (
+        "marian",
+        dict(share_encoder_decoder_embeddings=False),
+        "share_encoder_decoder_embeddings: got False, expected true",
+    ),
+    "stacks of other widths": ("bart", dict(decoder_ffn_dim=32), "decoder_ffn_dim: got 32, expec"),
+    "heads": ("bart", dict(decoder_attention_heads=4), "decoder_attention_heads: got 4, expected"),
+    "activation": ("bart", dict(activation_function="mish"), "got 'mish', expected one of gelu"),
+    "positions": ("bart", dict(max_position_embeddings=40), "position_embedder/embedding: got sha"),
+    "more layers": ("pegasus", dict(encoder_layers=3), "encoder/layers_2/.*: got none"),
+    "fewer layers": ("pegasus", dict(encoder_layers=1), "unexpected parameter encoder.layers.1"),
+    "no vocabulary": ("bart", dict(vocab_size=0), "vocab_size: got 0, expected at least 1"),
+    "padding": ("m2m_100", dict(pad_token_id=99), "pad_token_id: got 99, expected an id below"),
+    "encoder only": ("bart", dict(architectures=["BartModel"]), "got .*BartModel"),
+}
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_what_is_not_supported_is_rejected_in_one_line(case, tmp_path):
+    name, changes, expected = REJECTED[case]
+    shutil.copytree(GOLDEN / "hf_bart" / name, tmp_path / "model")
+    edit(tmp_path / "model", **changes)
+    with pytest.raises(ValueError, match=expected) as caught:
+        sd.load(tmp_path / "model", "float32", say=lambda line: None)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_mbart_without_a_language_is_rejected(tmp_path):
+    shutil.copytree(GOLDEN / "hf_bart" / "mbart", tmp_path / "model")
+    for file in ("config.json", "generation_config.json"):
+        options = json.loads((tmp_path / "model" / file).read_text())
+        options.pop("decoder_start_token_id", None)
+        (tmp_path / "model" / file).write_text(json.dumps(options))
+    with pytest.raises(ValueError, match=r"the start tokens \(\), expected one"):
+        sd.load(tmp_path / "model", "float32", say=lambda line: None)
+
+
+def test_marians_tokenizer_is_transformers(tmp_path):
+    record = json.loads((GOLDEN / "hf_bart" / "marian_tokenizer.json").read_text(encoding="utf-8"))
+    (tmp_path / "vocab.json").write_text(json.dumps(record["pieces"]))
+    shutil.copy(GOLDEN / "hf_tokenizer" / "spiece.model", tmp_path / "source.spm")
+    vocabulary = huggingface_folders.open_folder(tmp_path, (0,))
+    assert vocabulary.pad_id == len(record["pieces"]) - 1 and vocabulary.eos_ids == (0,)
+    for case in record["records"]:
+        assert vocabulary.encode_input(case["text"]) == case["ids"], case
+        assert vocabulary.decode(case["ids"]) == case["decoded"], case
+    again = vocabularies.MarianVocabulary(vocabulary.text)
+    assert again.fingerprint() == vocabulary.fingerprint()
+    (tmp_path / "tokenizer_config.json").write_text('{"separate_vocabs": true}')
+    with pytest.raises(
+        ValueError, match="separate_vocabs: got true, expected a vocabulary that is"
+    ):
+        huggingface_folders.open_folder(tmp_path, (0,))
