@@ -356,7 +356,10 @@ def test_a_job_that_learns_resumes_with_what_it_has_learnt(
 
 NO_LEARNING = {
     "--drafter=lookup": "got True with drafter='lookup'",
-    "--gamma=0": "got True with drafter='DRAFTER', gamma=0, expected a drafter that is a model, and gamma of at least 1",
+    "--gamma=0": (
+        "got True with drafter='DRAFTER', gamma=0,"
+        " expected a drafter that is a model, and gamma of at least 1"
+    ),
     "--stream": "got True with stream=True, expected no stream",
     "--mesh=1x1": "got True with mesh='1x1', expected one device",
 }
