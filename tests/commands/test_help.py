@@ -110,7 +110,10 @@ def made_by(argv: list[str]) -> list[str]:
     """Files that the command writes; a training run has its model in a folder of a fixed name."""
     result = names(argv, WRITTEN)
     return result + [
-        f"{folder}/{part}" for folder in result for part in ("model", "heads") if "runs/" in folder
+        f"{folder}/{part}"
+        for folder in result
+        for part in ("model", "heads", "eagle")
+        if "runs/" in folder
     ]
 
 
