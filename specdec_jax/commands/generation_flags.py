@@ -32,7 +32,7 @@ _NO_FLAG = (
 )
 # How flags write what is no number or word, after the help.
 _FORMS = {
-    "drafter_sampling": ", as temperature:NUMBER,top_k:NUMBER …",
+    "drafter_sampling": ", as temperature:1.5,top_k:40",
     "tree": f": {EXPECTED}",
     "stop": "; repeatable",
     "forbidden_tokens": "; comma-separated",
