@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from specdec_jax.drafters.cascade import (
     DrafterPair,
-    PairState,
     any_part_property,
     check_behind,
     check_drafters,
@@ -99,10 +98,6 @@ class BestOf(DrafterPair):
         zeros = jnp.zeros((batch, 2), jnp.float32)
         return BestOfState(first, second, zeros, zeros, jnp.zeros(batch, jnp.int32))
 
-    def rewind(self, draft_state: Any, lengths: jax.Array) -> Any:
-        parts = super().rewind(PairState(*draft_state[:2]), lengths)
-        return draft_state._replace(first=parts.first, second=parts.second)
-
     def draft(
         self, draft_state: BestOfState, state: DecodeState, num_wanted: jax.Array
     ) -> tuple[BestOfState, Draft]:
@@ -123,14 +118,12 @@ class BestOf(DrafterPair):
 
     def observe(self, draft_state: Any, state: DecodeState, scored: Scored) -> Any:
         *costs, _, memory = self.settings
-        parts = super().observe(PairState(*draft_state[:2]), state, scored)
+        draft_state = super().observe(draft_state, state, scored)
         drew = (draft_state.chosen[:, None] == jnp.arange(2)) & (scored.num_new > 0)[:, None]
         new = scored.num_new[:, None].astype(jnp.float32)
         drafted = state.last_drafted[:, None].astype(jnp.float32)
         spent = 1 + drafted * jnp.asarray(costs, jnp.float32)
         return draft_state._replace(
-            first=parts.first,
-            second=parts.second,
             tokens=memory * draft_state.tokens + jnp.where(drew, new, 0),
             time=memory * draft_state.time + jnp.where(drew, spent, 0),
         )

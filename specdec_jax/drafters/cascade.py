@@ -72,10 +72,10 @@ class DrafterPair(Drafter):
         for part in self.parts:
             part.check(target)
 
-    def init(self, *given: Any, **encoded: jax.Array) -> PairState:
+    def init(self, *given: Any, **encoded: jax.Array) -> Any:
         return self.begin("init", *given, **encoded)
 
-    def begin(self, method: str, *given: Any, **encoded: jax.Array) -> PairState:
+    def begin(self, method: str, *given: Any, **encoded: jax.Array) -> Any:
         """Returns the states of both drafters, made by their method `init` or `init_tree`."""
         return PairState(
             *(
@@ -84,24 +84,29 @@ class DrafterPair(Drafter):
             )
         )
 
-    def read_prefix(self, draft_state: PairState, state: DecodeState, states: Any) -> PairState:
-        own = zip(self.parts, draft_state)
-        return PairState(*(part.read_prefix(one, state, states) for part, one in own))
+    def update(self, draft_state: Any, method: str, *given: Any) -> Any:
+        """Returns the state after a method of either drafter, which takes and returns its own."""
+        first, second = (
+            getattr(part, method)(own, *given)
+            for part, own in zip(self.parts, (draft_state.first, draft_state.second))
+        )
+        return draft_state._replace(first=first, second=second)
 
-    def rewind(self, draft_state: PairState, lengths: jax.Array) -> PairState:
+    def read_prefix(self, draft_state: Any, state: DecodeState, states: Any) -> Any:
+        return self.update(draft_state, "read_prefix", state, states)
+
+    def rewind(self, draft_state: Any, lengths: jax.Array) -> Any:
         """Forgets what either drafter has cached past `lengths`.
 
         A drafter whose part begins past the committed tokens cannot see that they were rejected: it
         gets what was drafted before its part as if it were committed, and would take what its last
         draft put there for cached.
         """
-        states = zip(self.parts, draft_state)
-        return PairState(*(part.rewind(state, lengths) for part, state in states))
+        return self.update(draft_state, "rewind", lengths)
 
-    def observe(self, draft_state: PairState, state: DecodeState, scored: Scored) -> PairState:
+    def observe(self, draft_state: Any, state: DecodeState, scored: Scored) -> Any:
         """Passes what the target made of the draft on to those drafters that learn from it."""
-        states = zip(self.parts, draft_state)
-        return PairState(*(part.observe(own, state, scored) for part, own in states))
+        return self.update(draft_state, "observe", state, scored)
 
 
 def _join(*parts: tuple[Any, jax.Array], into: Any) -> Any:
