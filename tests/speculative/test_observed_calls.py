@@ -30,7 +30,9 @@ class Recorder(TreeDrafter):
     """Drafts ids that follow each other, and keeps what it was shown last."""
 
     kinds: ClassVar[Any] = POINTS
-    tree: Any = flax.struct.field(pytree_node=False, default=None)
+    reads_states: bool = flax.struct.field(pytree_node=False, default=False)
+    reads_logits: bool = flax.struct.field(pytree_node=False, default=False)
+    reads_nodes: bool = flax.struct.field(pytree_node=False, default=False)
 
     def init(self, inputs, input_lengths, tokens, slots):
         return self._make_empty(len(tokens), GAMMA + 1, None)
@@ -70,21 +72,6 @@ class Recorder(TreeDrafter):
         return scored
 
 
-@flax.struct.dataclass
-class StatesRecorder(Recorder):
-    reads_states: ClassVar[bool] = True
-
-
-@flax.struct.dataclass
-class LogitsRecorder(Recorder):
-    reads_logits: ClassVar[bool] = True
-
-
-@flax.struct.dataclass
-class NodesRecorder(StatesRecorder):
-    reads_nodes: ClassVar[bool] = True
-
-
 OPTIONS = dict(max_new_tokens=LIMIT, decoder_prefix=PREFIXES, eos_ids=())
 
 
@@ -105,7 +92,9 @@ def score(row: int, texts) -> np.ndarray:
     )
 
 
-@pytest.mark.parametrize("drafter", [Recorder(), StatesRecorder(), LogitsRecorder()])
+@pytest.mark.parametrize(
+    "drafter", [Recorder(), Recorder(reads_states=True), Recorder(reads_logits=True)]
+)
 @pytest.mark.parametrize("options", [dict(gamma=GAMMA), dict(tree=TREE)])
 @pytest.mark.parametrize(
     "temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow, id="sampled")]
@@ -130,7 +119,7 @@ def test_only_what_is_read_is_shown(drafter, options, temperature):
 
 def test_all_nodes_are_shown():
     """Rejected ones too, each scored after its own path."""
-    before, after = decode_twice(NodesRecorder(), tree=TREE)
+    before, after = decode_twice(Recorder(reads_states=True, reads_nodes=True), tree=TREE)
     nodes, lines = after.draft_state.nodes, TREE.lines
     assert nodes.logits is None, "not read"
     for row in range(B):
