@@ -10,6 +10,7 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from golden_models import GOLDEN
 from tiers import parametrize
 
@@ -185,6 +186,31 @@ def test_an_mbart_without_a_language_is_rejected(tmp_path):
         (tmp_path / "model" / file).write_text(json.dumps(options))
     with pytest.raises(ValueError, match=r"the start tokens \(\), expected one"):
         sd.load(tmp_path / "model", "float32", say=lambda line: None)
+
+
+LANGUAGES = {
+    "NllbTokenizer": ({}, ["eng_Latn", "a", "</s>"]),
+    "NllbTokenizerFast": ({"src_lang": "deu_Latn"}, ["deu_Latn", "a", "</s>"]),
+    "MBart50Tokenizer": ({"src_lang": "de_DE"}, ["de_DE", "a", "</s>"]),
+    "MBartTokenizer": ({}, ["a", "</s>", "en_XX"]),
+}
+
+
+@pytest.mark.parametrize("kind", LANGUAGES)
+def test_the_class_puts_the_language_beside_a_text(kind, tmp_path):
+    options, expected = LANGUAGES[kind]
+    names = ["<pad>", "</s>", "<unk>", "a", "eng_Latn", "deu_Latn", "de_DE", "en_XX"]
+    ids = {name: i for i, name in enumerate(names)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, "<unk>"))
+    tokenizer.add_special_tokens([name for name in names if name != "a"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"tokenizer_class": kind} | options))
+    vocabulary = huggingface_folders.open_folder(tmp_path, (1,))
+    assert vocabulary.encode_input("a") == [ids[name] for name in expected]
+    config.write_text(json.dumps({"tokenizer_class": kind, "src_lang": "fra_Latn"}))
+    with pytest.raises(ValueError, match="got 'fra_Latn' around a text, expected a token of the"):
+        huggingface_folders.open_folder(tmp_path, (1,))
 
 
 def test_marians_tokenizer_is_transformers(tmp_path):
