@@ -15,6 +15,7 @@ from golden_models import GOLDEN
 from tiers import parametrize
 
 import specdec_jax as sd
+from specdec_jax.checkpoints import native_format
 from specdec_jax.models import parameters
 from specdec_jax.tokenizers import huggingface_folders, vocabularies
 
@@ -222,8 +223,16 @@ def test_marians_tokenizer_is_transformers(tmp_path):
     for case in record["records"]:
         assert vocabulary.encode_input(case["text"]) == case["ids"], case
         assert vocabulary.decode(case["ids"]) == case["decoded"], case
-    again = vocabularies.MarianVocabulary(vocabulary.text)
+    entry, contents = native_format.describe_vocabulary(vocabulary)
+    (tmp_path / entry["file"]).write_bytes(contents)
+    again = native_format.open_vocabulary(tmp_path, entry)
     assert again.fingerprint() == vocabulary.fingerprint()
+    assert again.encode_input("The river") == vocabulary.encode_input("The river")
+    sound = json.loads(contents)
+    broken = [{}, {"pieces": {"a": -1}}, sound | {"eos_token": ["x"]}, sound | {"source_spm": 5}]
+    for text in map(json.dumps, broken):
+        with pytest.raises(ValueError, match="^got "):
+            vocabularies.MarianVocabulary(text)
     (tmp_path / "tokenizer_config.json").write_text('{"separate_vocabs": true}')
     with pytest.raises(
         ValueError, match="separate_vocabs: got true, expected a vocabulary that is"
