@@ -15,6 +15,8 @@ _T5 = ("T5Tokenizer", "MT5Tokenizer")  # the second was a name of the first unti
 _ROBERTA = ("RobertaTokenizer", "BartTokenizer", "LongformerTokenizer", "LEDTokenizer")
 # Classes whose vocab.json and merges.txt are read as GPT-2's are.
 _GPT2 = ("GPT2Tokenizer", "CodeGenTokenizer")
+# Classes that put the code of the source language beside a text, and the usual code.
+_LANGUAGES = {"NllbTokenizer": "eng_Latn", "MBartTokenizer": "en_XX", "MBart50Tokenizer": "en_XX"}
 # Classes that say nothing about the files.
 _ANY = ("", "PreTrainedTokenizer", "TokenizersBackend", "PythonBackend")
 # The special tokens of classes with GPT-2's files, where tokenizer_config.json does not give them.
@@ -98,6 +100,12 @@ def _special_tokens_around(
     folder: pathlib.Path, options: dict, kind: str
 ) -> tuple[list[str], list[str]] | None:
     """Returns the tokens that a class puts before and after a text, None if a file decides."""
+    if kind in _LANGUAGES:
+        path, name = folder / "tokenizer_config.json", "src_lang"
+        language = _token_text(options.get(name) or _LANGUAGES[kind], path, name)
+        eos = _special_token(folder, options, "eos_token") or _ROBERTA_TOKENS["eos_token"]
+        is_last = kind == "MBartTokenizer" or _read_flag(folder, options, "legacy_behaviour")
+        return ([], [eos, language]) if is_last else ([language], [eos])
     if kind != _T5[0] and kind not in _ROBERTA:
         return None
     names = ("cls_token", "sep_token") if kind in _ROBERTA else ("eos_token",)

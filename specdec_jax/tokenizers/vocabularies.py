@@ -294,11 +294,15 @@ class MarianVocabulary(Vocabulary):
             raise ValueError(f"got pieces {quote_value(pieces)}, expected an object with their ids")
         checks.check_ids(pieces.items())
         for name in ("eos_token", "unk_token", "pad_token"):
-            if (token := content.get(name)) not in pieces:
+            token = content.get(name)
+            if not isinstance(token, str) or token not in pieces:
                 got = f"{name} {quote_value(token)}"
                 raise ValueError(f"got {got}, expected a piece of the vocabulary")
             self._names[name] = pieces[token]
-        model = base64.b64decode(str(content.get("source_spm")))
+        try:
+            model = base64.b64decode(str(content.get("source_spm")))
+        except ValueError as error:
+            raise ValueError(f"got source_spm that is no base64 ({error})") from None
         self._source = SentencePieceVocabulary(model, needs_eos=False)
         self._ids, self._pieces = pieces, {i: piece for piece, i in pieces.items()}
         self.size = max(self._pieces) + 1

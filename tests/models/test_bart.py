@@ -10,10 +10,12 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from golden_models import GOLDEN
 from tiers import parametrize
 
 import specdec_jax as sd
+from specdec_jax.checkpoints import native_format
 from specdec_jax.models import parameters
 from specdec_jax.tokenizers import huggingface_folders, vocabularies
 
@@ -187,6 +189,31 @@ def test_an_mbart_without_a_language_is_rejected(tmp_path):
         sd.load(tmp_path / "model", "float32", say=lambda line: None)
 
 
+LANGUAGES = {
+    "NllbTokenizer": ({}, ["eng_Latn", "a", "</s>"]),
+    "NllbTokenizerFast": ({"src_lang": "deu_Latn"}, ["deu_Latn", "a", "</s>"]),
+    "MBart50Tokenizer": ({"src_lang": "de_DE"}, ["de_DE", "a", "</s>"]),
+    "MBartTokenizer": ({}, ["a", "</s>", "en_XX"]),
+}
+
+
+@pytest.mark.parametrize("kind", LANGUAGES)
+def test_the_class_puts_the_language_beside_a_text(kind, tmp_path):
+    options, expected = LANGUAGES[kind]
+    names = ["<pad>", "</s>", "<unk>", "a", "eng_Latn", "deu_Latn", "de_DE", "en_XX"]
+    ids = {name: i for i, name in enumerate(names)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, "<unk>"))
+    tokenizer.add_special_tokens([name for name in names if name != "a"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"tokenizer_class": kind} | options))
+    vocabulary = huggingface_folders.open_folder(tmp_path, (1,))
+    assert vocabulary.encode_input("a") == [ids[name] for name in expected]
+    config.write_text(json.dumps({"tokenizer_class": kind, "src_lang": "fra_Latn"}))
+    with pytest.raises(ValueError, match="got 'fra_Latn' around a text, expected a token of the"):
+        huggingface_folders.open_folder(tmp_path, (1,))
+
+
 def test_marians_tokenizer_is_transformers(tmp_path):
     record = json.loads((GOLDEN / "hf_bart" / "marian_tokenizer.json").read_text(encoding="utf-8"))
     (tmp_path / "vocab.json").write_text(json.dumps(record["pieces"]))
@@ -196,8 +223,16 @@ def test_marians_tokenizer_is_transformers(tmp_path):
     for case in record["records"]:
         assert vocabulary.encode_input(case["text"]) == case["ids"], case
         assert vocabulary.decode(case["ids"]) == case["decoded"], case
-    again = vocabularies.MarianVocabulary(vocabulary.text)
+    entry, contents = native_format.describe_vocabulary(vocabulary)
+    (tmp_path / entry["file"]).write_bytes(contents)
+    again = native_format.open_vocabulary(tmp_path, entry)
     assert again.fingerprint() == vocabulary.fingerprint()
+    assert again.encode_input("The river") == vocabulary.encode_input("The river")
+    sound = json.loads(contents)
+    broken = [{}, {"pieces": {"a": -1}}, sound | {"eos_token": ["x"]}, sound | {"source_spm": 5}]
+    for text in map(json.dumps, broken):
+        with pytest.raises(ValueError, match="^got "):
+            vocabularies.MarianVocabulary(text)
     (tmp_path / "tokenizer_config.json").write_text('{"separate_vocabs": true}')
     with pytest.raises(
         ValueError, match="separate_vocabs: got true, expected a vocabulary that is"

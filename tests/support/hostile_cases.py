@@ -229,6 +229,21 @@ for name, value in {
         "config.json",
         edited(model_type="gpt2", architectures=[], layer_norm_epsilon=1e-5, **{name: value}),
     )
+for name in (
+    "d_model",
+    "encoder_attention_heads",
+    "decoder_ffn_dim",
+    "encoder_layers",
+    "max_position_embeddings",
+    "vocab_size",
+    "pad_token_id",
+    "scale_embedding",
+    "activation_function",
+    "share_encoder_decoder_embeddings",
+):
+    for value in (*NUMBERS[:4], [], {}):
+        changes = {"model_type": "marian", "architectures": [], name: value}
+        case(f"marian: {name} = {value}", "safetensors", "config.json", edited(**changes))
 settings(
     "text",
     "generation_config.json",

@@ -46,7 +46,8 @@ def write_bases(folder: pathlib.Path) -> None:
             shutil.copy(TOKENIZER / file, folder / name)
     config = HeadsConfig(2, 16, 40, 1, True)
     params = {name: np.zeros(shape, np.float32) for name, shape in config.parameter_shapes.items()}
-    native_format.write_heads(config, "x", make.unflatten(params), folder / "heads")
+    with native_format.write_part(folder / "heads", "heads", config, "x", make.unflatten(params)):
+        pass
     (folder / "table").mkdir()
     NGramDrafter.count([[3, 4, 5], [3, 4]], 8, 2).save(folder / "table" / "table.npz")
 
