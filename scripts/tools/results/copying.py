@@ -6,6 +6,7 @@ time that they always take, and a drafter that copies sees what it would see. A 
 model cannot be measured so, since forced tokens apply to its logits too.
 """
 
+import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,9 @@ DRAFTERS: dict[str, tuple[Callable[[], Any], int]] = {
     "`lookup`, γ = 4": (PromptLookupDrafter, 4),
     "`lookup`, γ = 8": (PromptLookupDrafter, 8),
     "`lookup`, γ = 16": (PromptLookupDrafter, 16),
+    "`copy`, γ = 8": (functools.partial(PromptLookupDrafter, min_match=0), 8),
+    "`copy`, γ = 16": (functools.partial(PromptLookupDrafter, min_match=0), 16),
+    '`prefer="latest"`, γ = 16': (functools.partial(PromptLookupDrafter, prefer="latest"), 16),
     "`assisted`, γ = 4": (AssistedNGramDrafter, 4),
 }
 CHANGED = (3, 8, 15)  # % of words

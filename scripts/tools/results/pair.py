@@ -1,5 +1,6 @@
 """Stages that decode with the bundled pair, one sentence at a time."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,13 @@ from specdec_jax.drafters.ngram import NGramDrafter
 from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_jax.drafters.self_drafting import SelfDrafter
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative.policies import Confidence, CostAware, EntropyBound, Heuristic
+from specdec_jax.speculative.policies import (
+    Calibrated,
+    Confidence,
+    CostAware,
+    EntropyBound,
+    Heuristic,
+)
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.trees import DynamicTree, Tree
 from tools.results.cases import (
@@ -53,7 +60,10 @@ def measure_texts(settings: Settings) -> Rows:
     for form, label in (("none", "float32"), ("int8", "int8")):
         forget_programs()
         cases = {"plain": Case(form)} | {f"γ = {gamma}": drafts(gamma, form) for gamma in (2, 4, 6)}
-        cases |= {'`gamma="auto"`': drafts("auto", form)}
+        cases |= {
+            '`gamma="auto"`': drafts("auto", form),
+            "`Calibrated`": drafts(Calibrated(8), form),
+        }
         texts = read_texts(settings, TEXTS, settings.choose(40, 8))
         for name, text in texts.items():
             rows[f"{name} {label}"] = time_cases(cases, text, settings.choose(3, 2))
@@ -84,7 +94,9 @@ def list_drafters(settings: Settings, target: LanguageModel) -> dict[str, tuple[
         "bundled drafter, `Confidence`": (make_bundled, Confidence(8)),
         "bundled drafter, `EntropyBound`": (make_bundled, EntropyBound(8)),
         "bundled drafter, `CostAware`": (make_bundled, CostAware(8)),
+        "bundled drafter, `Calibrated`": (make_bundled, Calibrated(8)),
         "`lookup`, γ = 2": (PromptLookupDrafter, 2),
+        "`copy`, γ = 2": (functools.partial(PromptLookupDrafter, min_match=0), 2),
         "`exit:3`, of four layers, γ = 2": (lambda: EarlyExitDrafter(target, 3), 2),
         "`self:int8`, γ = 4": (lambda: SelfDrafter(target), 4),
         "`random`, γ = 1": (lambda: WITHOUT_FILES["random"].make(target), 1),
