@@ -33,6 +33,8 @@ _LENGTHS, _BATCH_IDS = (32, 64, 128), 256
 # Outputs before the first update, and updates before the drafter is compared with the first one;
 # the comparison is over as many.
 _FIRST_OUTPUTS, _COMPARED = 32, 20
+# Seconds that the compilation of a shape is taken to last before one has been timed.
+_COMPILE_SECONDS = 5.0
 _FORMAT = "specdec_jax online distillation 1"
 
 
@@ -120,11 +122,12 @@ class OnlineDistillation:
     average. A batch is 8, 4 or 2 outputs of at most 32, 64 or 128 ids on the longer side (input, or
     prefix and output together); longer ones are left out. An update is one step of Adam.
 
-    It learns for at most a share of the time, compilation not counted. After 20 updates it compares
-    its right tokens with those of the drafter that it began with, on the outputs of the last 20
-    updates before they were learnt. It ends when the mean difference plus two standard errors, for
-    each update, would save less time over the outputs left than an update takes. If even that is
-    below 0, the first weights are used again.
+    It learns for at most a share of the time. Compilation is not counted; a shape is compiled only
+    if this share of the time left is at least 5 seconds, or what the last compilation took. After
+    20 updates it compares its right tokens with those of the drafter that it began with, on the
+    outputs of the last 20 updates before they were learnt. It ends when the mean difference plus
+    two standard errors, for each update, would save less time over the outputs left than an update
+    takes. If even that is below 0, the first weights are used again.
 
     Attributes:
       updates, outputs: number of updates, and of outputs that were seen.
@@ -182,7 +185,7 @@ class OnlineDistillation:
         self._compiled: set[int] = set()
         self._clock: float | None = None
         self._before, self._cost, self._saved = 0.0, 0.0, 0
-        self._calls, self._tokens = 0, 0
+        self._calls, self._tokens, self._compile_cost = 0, 0, _COMPILE_SECONDS
         self.updates, self.outputs, self.seconds, self.compile_seconds = 0, 0, 0.0, 0.0
         self.ended, self.agreements = "", list[Agreement]()
 
@@ -196,6 +199,11 @@ class OnlineDistillation:
         """Seconds since the first output, over all processes of the job."""
         since = 0.0 if self._clock is None else time.perf_counter() - self._clock
         return self._before + since
+
+    @property
+    def _outputs_left(self) -> int:
+        """Number of outputs to come; as many as there were, where that is not known."""
+        return self.outputs if self._expected is None else self._expected - self.outputs
 
     def saw(self, inputs: np.ndarray, prefix: np.ndarray, output: FinishedOutput) -> None:
         """Keeps a finished output for an update; arguments as for `Learner.saw`."""
@@ -215,8 +223,16 @@ class OnlineDistillation:
     @isolated
     def learn(self) -> None:
         """Makes at most one update, if enough outputs wait and the time allows it."""
-        full = [length for length, rows in self._waiting.items() if len(rows) == rows.maxlen]
-        if self.ended or not full or self.outputs < _FIRST_OUTPUTS:
+        if self.ended or self.outputs < _FIRST_OUTPUTS:
+            return
+        seconds_left = self._outputs_left * self.elapsed / self.outputs
+        compiles = self._share == 1 or self._share * seconds_left >= self._compile_cost
+        full = [
+            length
+            for length, rows in self._waiting.items()
+            if len(rows) == rows.maxlen and (compiles or length in self._compiled)
+        ]
+        if not full:
             return
         if self._share < 1 and self.seconds + self._cost > self._share * self.elapsed:
             return
@@ -241,7 +257,7 @@ class OnlineDistillation:
         if length in self._compiled:
             self.seconds, self._cost = self.seconds + seconds, seconds
         else:
-            self.compile_seconds += seconds
+            self.compile_seconds, self._compile_cost = self.compile_seconds + seconds, seconds
             self._compiled.add(length)
         self._compare()
 
@@ -348,10 +364,9 @@ class OnlineDistillation:
             return
         gains = [(one.right - one.right_at_first) / max(one.tokens, 1) for one in recent]
         most = float(np.mean(gains) + 2 * np.std(gains, ddof=1) / len(gains) ** 0.5)
-        left = self.outputs if self._expected is None else self._expected - self.outputs
         per_call = self.elapsed / max(self._calls, 1)
         # A token that has become right saves one call of the target.
-        saved = most / self.updates * left * self._tokens / self.outputs * per_call
+        saved = most / self.updates * self._outputs_left * self._tokens / self.outputs * per_call
         if most < 0:
             self.ended = "the drafter became worse, its first weights are used again"
             self._state = TrainState.begin(_copy(self._first_params), self._optimizer)

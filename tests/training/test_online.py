@@ -256,6 +256,13 @@ def test_it_ends_where_it_does_not_pay(
         assert same([learner._state.params, learner._first_params])
 
 
+def test_nothing_is_compiled_for_a_short_job(target, drafter, monkeypatch, clock):
+    learner = make(target, drafter, share_of_time=0.1, expected=80)
+    fake_updates(monkeypatch, clock, learner, 60)
+    run(learner, clock, 80, 1.0)
+    assert (learner.updates, learner.compile_seconds) == (0, 0)
+
+
 def test_it_ends_when_few_outputs_are_left(target, drafter, monkeypatch, clock):
     learner = make(target, drafter, share_of_time=0.5, expected=8 * 24)
     fake_updates(monkeypatch, clock, learner, 51, 1.0)
