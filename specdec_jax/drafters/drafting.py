@@ -106,7 +106,8 @@ def draft_tokens(
       choose: (step, tokens `[B, S]` with what was drafted so far, carry) -> (token `[B]`, carry),
         for step = 0, 1 …
       carry: what `choose` keeps from step to step.
-      lag: scalar, how many tokens before the last committed one must be fed first.
+      lag: scalar, how many tokens before the last committed one must be fed first. Traced: with a
+        constant 1, XLA (of jaxlib 0.10.2) leaves out the loop that catches up.
       catch_up: like `choose`, but also feeds the token before this step's; called for step = 1 −
         lag, 3 − lag … up to 0 or −1. What it chooses for a step below 0 is thrown away. Not needed
         if nothing lags.
