@@ -69,10 +69,12 @@ def expected(target, drafter, prompts=PROMPTS, eos=1, **options):
 
 
 LIVELY = sd.SamplingConfig(temperature=0.8, top_k=9)
+COLD = sd.SamplingConfig(temperature=0.3)
 CASES = {  # what the decoder and `generate` are given alike
     "argmax": dict(gamma=2),
     "sampled": dict(gamma=sd.Heuristic(3), sampling=LIVELY, verifier="token"),
     "tree": dict(gamma="auto", tree=sd.Tree.uniform((2, 2)), sampling=LIVELY),
+    "own temperature": dict(gamma=2, sampling=LIVELY, drafter_sampling=COLD, verifier="token"),
 }
 
 
