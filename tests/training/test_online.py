@@ -75,7 +75,7 @@ class Spy:
         pass
 
 
-@pytest.mark.parametrize("refill", [True, False])
+@parametrize("refill", [True, False], first=1)
 def test_a_learner_sees_whole_outputs_after_they_are_kept(refill):
     words = Words()
     target = HashModel(12, 0, vocabulary=words)
@@ -118,7 +118,8 @@ KINDS = {
 }
 
 
-@parametrize("kind", KINDS, first=1)
+@slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_new_weights_are_rounded_and_laid_out_like_the_loaded_ones(target, kind):
     options = dict(KINDS[kind])
     ways = {name: options.pop(name) for name in ("shortlist", "int8") if name in options}
@@ -164,6 +165,7 @@ def test_a_damaged_or_foreign_file_is_rejected_in_one_line(target, drafter, tmp_
         make(target, other).restore(path)
 
 
+@slow
 def test_it_learns(target, drafter):
     """On outputs of one rule the drafter's share of right tokens rises."""
     learner = make(target, drafter, learning_rate=3e-2)
