@@ -45,6 +45,7 @@ OTHERS = {
     "matmul_dtype",
     "non_finite",
     "generation_config",
+    "drafter_sampling",
 }
 
 

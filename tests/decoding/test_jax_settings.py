@@ -125,6 +125,11 @@ METHODS = [
     sd.HeadsDrafter.load,
     sd.NGramDrafter.count,
     sd.NGramDrafter.load,
+    sd.EagleDrafter.__init__,
+    sd.EagleDrafter.load,
+    sd.ParallelDrafter.__init__,
+    sd.OnlineDistillation.__init__,
+    sd.OnlineDistillation.learn,
 ]
 
 

@@ -41,7 +41,7 @@ CHOICES = {
 
 
 def test_every_policy_is_here():
-    assert set(CHOICES) == set(POLICIES)
+    assert set(CHOICES) == set(POLICIES) - {"calibrated"}, "which is for chains"
 
 
 def distance(kind, verifier, parents, policy, vocab, limit, iterations, zeros=0.0, eos=frozenset()):

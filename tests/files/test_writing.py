@@ -38,6 +38,7 @@ MAY_WRITE = {
     ): "a shard grows by a tensor, in a folder that appears whole",
     ("analysis.report.plots", "savefig"): "into memory",
     ("drafters.ngram_table", "savez_compressed"): "into memory",
+    ("training.online", "savez"): "into memory",
     (
         "files.user_cache",
         "shutil.rmtree",
