@@ -15,7 +15,7 @@ from specdec_jax.models.config_validation import build
 from specdec_jax.models.parameters import parameter_shapes
 
 ARCHITECTURES = {
-    "bart": ("BartForConditionalGeneration",),
+    "bart": ("BartForConditionalGeneration", "BartModel"),
     "mbart": ("MBartForConditionalGeneration",),
     "marian": ("MarianMTModel",),
     "pegasus": ("PegasusForConditionalGeneration",),

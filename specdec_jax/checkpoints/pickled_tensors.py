@@ -145,6 +145,7 @@ class _Machine:
         self.marks: list[int] = []  # heights of the stack
         self.memo: dict[int, Any] = {}
         self.storages: dict[str, Storage] = {}
+        self.given = 0  # items in lists that calls were given
 
     def run(self, name: str, argument: Any) -> None:
         """Runs one opcode, by its name in `pickletools`."""
@@ -214,7 +215,11 @@ class _Machine:
         function = _FUNCTIONS.get(called.name) if isinstance(called, _Global) else None
         if function is None:
             raise ValueError(f"a call of {quote_value(called)}")
-        self.stack.append(function(*_check_kind(arguments, tuple)))
+        # The same list can be given to many calls, and each makes a dict of it.
+        self.given += sum(len(one) for one in _check_kind(arguments, tuple) if type(one) is list)
+        if self.given > _MOST_OPCODES:
+            raise ValueError(f"more than {_MOST_OPCODES:,} items given to calls")
+        self.stack.append(function(*arguments))
 
     def push_storage(self, _: Any) -> None:
         """Pushes the storage that the tuple on top describes."""

@@ -55,7 +55,10 @@ def _open_file(path: pathlib.Path) -> Parameters:
             is_zip = file.read(len(_ZIP)) == _ZIP
             file.seek(0)
             contents = (_read_zip if is_zip else _read_legacy)(file, path.stat().st_size)
-    except (ValueError, OSError, struct.error, zipfile.BadZipFile, NotImplementedError) as error:
+    except (
+        *(ValueError, OSError, MemoryError, struct.error),
+        *(zipfile.BadZipFile, NotImplementedError),
+    ) as error:
         got = f"no readable PyTorch file ({reading.error_reason(error)})"
         raise mismatch_error(path, got, "a dict of tensors that torch.save wrote") from None
     tree = contents.tree
@@ -65,6 +68,11 @@ def _open_file(path: pathlib.Path) -> Parameters:
     for name, tensor in tree.items():
         if not isinstance(tensor, Tensor):
             raise mismatch_error(f"{path}: {name}", quote_value(tensor), "a tensor")
+        # A view with strides of 0 can be of any size.
+        most, stored = path.stat().st_size, _open_dtype(tensor.storage.dtype)
+        if math.prod(tensor.shape) * stored.itemsize > most:
+            got = f"a view of shape {quote_value(tensor.shape)}"
+            raise mismatch_error(f"{path}: {name}", got, f"no more than the file's {most:,} bytes")
     return {
         name: _open_tensor(path, name, tensor, contents.places[tensor.storage.key])
         for name, tensor in tree.items()

@@ -252,7 +252,7 @@ def run(
         from specdec_jax.training.online import OnlineDistillation
 
         model: Any = drafter  # anything else is rejected
-        expected = outputs * len(source.inputs)
+        expected = config.num_samples * len(source.inputs)  # of a search the best hypotheses
         learner = OnlineDistillation(target, model, expected=expected)
         drafter = learner.drafter
     job = _Job(options, config, target, drafter, outputs, source, endings, learner)
@@ -380,6 +380,8 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
                     journal.add(number, lines, endings.add(number, rows_of_one))
                     save()
                     progress.advance()
+        if learner is not None:
+            _learned_path(journal).unlink(missing_ok=True)
         try:
             if options.task:
                 source.finish(journal.lines(), options.output_file)
@@ -387,8 +389,6 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
             journal.finish()
             raise
         journal.finish()
-        if learner is not None:
-            _learned_path(journal).unlink(missing_ok=True)
 
 
 def _learned_path(journal: Journal) -> pathlib.Path:
@@ -409,8 +409,10 @@ def _keep_learned(
         yield lambda: None
         return
     path = _learned_path(journal)
-    if path.exists():
+    if journal.done and path.exists():
         learner.restore(path)
+    else:
+        path.unlink(missing_ok=True)  # another job's, which this one does not resume
     try:
         yield lambda: learner.save(path, every=_SAVE_SECONDS)
     except BaseException:

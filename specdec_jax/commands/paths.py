@@ -40,7 +40,12 @@ def _expand(value: Any) -> Any:
         return type(value)(map(_expand, value))
     if not isinstance(value, str):
         return value
-    return ",".join(map(os.path.expanduser, value.split(",")))  # a suite takes several drafters
+    return ",".join(map(_expand_path, value.split(",")))  # a suite takes several drafters
+
+
+def _expand_path(path: str) -> str:
+    prefix = "parallel:" if path.startswith("parallel:") else ""
+    return prefix + os.path.expanduser(path.removeprefix(prefix))
 
 
 def find_replaced(options: Any) -> Iterator[str]:

@@ -45,9 +45,15 @@ def check_sampling(sampling: SamplingConfig) -> None:
 
 
 def check_drafter_sampling(
-    own: SamplingConfig | None, target: SamplingConfig, drafter: Drafter | None, tree: Any
+    own: SamplingConfig | None,
+    target: SamplingConfig,
+    drafter: Drafter | None,
+    tree: Any,
+    may_sample: bool = False,
 ) -> None:
     """Raises for a `SamplingConfig` of a drafter that means nothing beside the target's.
+
+    With `may_sample` a call may have another temperature than `target`.
 
     Raises:
       ValueError: it is none.
@@ -66,7 +72,7 @@ def check_drafter_sampling(
             raise unsupported("drafter_sampling", got, expected)
     if drafter is None:
         raise unsupported("drafter_sampling", "one without a drafter", "None")
-    if target.mode.greedy:
+    if target.mode.greedy and not may_sample:
         got = "one beside a target at temperature 0"
         raise unsupported("drafter_sampling", got, "None: the best draft is the drafter's argmax")
     if tree is not None and np.any(np.equal(own.temperature, 0)):

@@ -74,7 +74,8 @@ def resolve_tree(
             raise UnsupportedCombination(
                 f"tree: got one for {type(drafter).__name__}, which drafts chains, expected None,"
                 " or a ModelDrafter, EagleDrafter, EarlyExitDrafter, HeadsDrafter,"
-                " NGramDrafter, PromptLookupDrafter or a MergedDrafter of two of these"
+                " ParallelDrafter, NGramDrafter, PromptLookupDrafter, AssistedNGramDrafter or a"
+                " MergedDrafter of two of these"
             )
         if own is not None:
             _check_own(own, tree, drafter)

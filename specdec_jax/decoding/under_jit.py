@@ -23,6 +23,7 @@ from specdec_jax.decoding.ambient_mesh import (
 )
 from specdec_jax.decoding.checks import (
     check_drafter_sampling,
+    check_memory,
     check_policy,
     check_sampling,
     verifier_settings,
@@ -195,7 +196,9 @@ class Decoder:
         if drafter is not None:
             check_policy(self.gamma, drafter)
         check_models(drafter, config)
-        check_drafter_sampling(self.drafter_sampling, self.sampling, drafter, self.tree)
+        check_drafter_sampling(self.drafter_sampling, self.sampling, drafter, self.tree, True)
+        if drafter is not None:
+            check_memory(drafter, self.verifier, self.sampling.mode)
         self._settings(1)
         self.sampling.rows(1, config.vocab_size)
 
@@ -244,7 +247,9 @@ class Decoder:
         rng = given.get("decode_rng") if rng is None else rng
         batch, length = prompts.shape
         mode, rows = _split_sampling(self.sampling, given, batch, self.config.vocab_size)
-        own = self.drafter_sampling if self.width else None
+        if self.drafter is not None:
+            check_memory(self.drafter, self.verifier, mode)
+        own = None if mode.greedy or not self.width else self.drafter_sampling
         policy = self.gamma.rows(batch) if isinstance(self.gamma, Policy) and self.width else None
         varies = self.drafter is not None and self.drafter.varies
         adapts = self.width and self.tree is None and (varies or policy is not None)

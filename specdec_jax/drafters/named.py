@@ -119,6 +119,8 @@ def check_drafter_name(name: str) -> None:
     """Raises ValueError for a name that means no drafter, before a large target is loaded."""
     if needs_no_model(name):
         return
+    if name == PARALLEL:
+        raise ValueError(f"drafter: got {name!r}, expected a folder after {PARALLEL}")
     try:
         loader.resolve(name.removeprefix(PARALLEL))
     except ValueError as error:

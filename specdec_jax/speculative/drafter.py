@@ -50,7 +50,7 @@ class Drafter:
     reads_states: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False
     scorable: ClassVar[bool] = False
-    remembers: bool = False
+    remembers: ClassVar[bool] = False
 
     # Traced.
 
@@ -229,6 +229,7 @@ class FullDrafter(Drafter):
 
     drafter: Drafter
 
+    remembers: ClassVar[Any] = property(lambda self: self.drafter.remembers)
     reads_states: ClassVar[Any] = property(lambda self: self.drafter.reads_states)
     reads_logits: ClassVar[Any] = property(lambda self: self.drafter.reads_logits)
 

@@ -69,6 +69,8 @@ def open_folder(
         if vocabulary.frame is None and kind not in ("", *_T5):
             vocabulary.reframe([], [])
         return vocabulary
+    model = reading.read_optional_json(folder / "config.json").get("model_type")
+    kind = kind or _CLASSES.get(str(model), "")
     if (folder / "vocab.json").exists() and (folder / "source.spm").exists():
         return _open_marian(folder, options)
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
@@ -76,6 +78,10 @@ def open_folder(
     if (folder / "spiece.model").exists() or kind.startswith("ByT5"):
         return _add_sentinels(folder, options, kind, logits)
     return None
+
+
+# The classes of models whose ids differ from those that the files alone give.
+_CLASSES = {"bart": "BartTokenizer", "pegasus": "PegasusTokenizer", "mbart": "MBartTokenizer"}
 
 
 def _tokenizer_class(folder: pathlib.Path, options: dict) -> str:

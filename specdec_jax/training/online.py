@@ -249,6 +249,10 @@ class OnlineDistillation:
             optimizer=self._optimizer,
             loss=online_loss,
         )
+        weights = jax.device_get(jax.tree.leaves(self._state.params))
+        if not all(np.isfinite(leaf).all() for leaf in weights):
+            self._begin_anew("weights were not finite numbers, the first ones are used again")
+            return
         self._drafter = self._make_drafter()
         self.agreements.append(Agreement(*map(int, jax.device_get(agreement))))
         jax.block_until_ready(jax.tree.leaves(self._drafter))
@@ -357,6 +361,12 @@ class OnlineDistillation:
         )
         return _mark(ModelDrafter(model, ids, first.int8))
 
+    def _begin_anew(self, why: str) -> None:
+        """Ends the learning with the first weights."""
+        self.ended = why
+        self._state = TrainState.begin(_copy(self._first_params), self._optimizer)
+        self._drafter = _mark(copy.copy(self._first))
+
     def _compare(self) -> None:
         """Ends the learning where it does not pay; see the class."""
         recent = self.agreements[-_COMPARED:]
@@ -368,9 +378,7 @@ class OnlineDistillation:
         # A token that has become right saves one call of the target.
         saved = most / self.updates * self._outputs_left * self._tokens / self.outputs * per_call
         if most < 0:
-            self.ended = "the drafter became worse, its first weights are used again"
-            self._state = TrainState.begin(_copy(self._first_params), self._optimizer)
-            self._drafter = _mark(copy.copy(self._first))
+            self._begin_anew("the drafter became worse, its first weights are used again")
         elif saved < self._cost:
             self.ended = "another update would take longer than it saves"
 
@@ -380,7 +388,7 @@ _COUNTS = ("updates", "outputs", "seconds", "compile_seconds", "ended", "_calls"
 
 def _mark(drafter: ModelDrafter) -> ModelDrafter:
     """Returns the drafter, marked as one that knows outputs."""
-    drafter.remembers = True
+    drafter.remembers = True  # type: ignore[misc]  # of this one alone
     return drafter
 
 

@@ -165,7 +165,7 @@ REJECTED = {
     "fewer layers": ("pegasus", dict(encoder_layers=1), "unexpected parameter encoder.layers.1"),
     "no vocabulary": ("bart", dict(vocab_size=0), "vocab_size: got 0, expected at least 1"),
     "padding": ("m2m_100", dict(pad_token_id=99), "pad_token_id: got 99, expected an id below"),
-    "encoder only": ("bart", dict(architectures=["BartModel"]), "got .*BartModel"),
+    "encoder only": ("bart", dict(architectures=["BartForCausalLM"]), "got .*BartForCausalLM"),
 }
 
 

@@ -33,7 +33,11 @@ def protocol(*opcodes: bytes) -> bytes:
 
 
 NESTED = b")" + b"q\x00h\x00\x86" * 60  # a tuple of itself twice, 60 times
+PAIRS = b"](" + b"".join(b"](" + text(f"k{i}") + b"Ne" for i in range(2000)) + b"eq\x00"
 PICKLES = {
+    "a list given to many calls": protocol(
+        PAIRS, *[name("collections OrderedDict") + b"h\x00\x85R"] * 200
+    ),
     "os.system": dump(text("a"), call("os system", text("touch x"))),
     "builtins.eval": dump(text("a"), call("builtins eval", text("1"))),
     "torch.load": dump(text("a"), call("torch load", text("x"))),

@@ -12,6 +12,7 @@ from tiers import parametrize
 from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.decoding import under_jit
 from specdec_jax.decoding.results import Stats
 from specdec_jax.drafters.drafting import draft_without_calls, point_mass
 from specdec_jax.models.gpt import GPTConfig
@@ -289,6 +290,29 @@ def test_what_would_depend_on_the_drafter_is_rejected(target, drafter, case):
         learner = make(target, drafter)
         with pytest.raises(sd.UnsupportedCombination, match=message):
             sd.generate(target, INPUTS[:2], drafter=learner.drafter, gamma=2, **options)
+
+
+def test_pairs_and_traced_decoders_know_a_learners_drafter(target, drafter):
+    own = make(target, drafter).drafter
+    pair = sd.HorizontalCascade(sd.PromptLookupDrafter(), own, 2)
+    with pytest.raises(sd.UnsupportedCombination, match="'gumbel' above temperature 0"):
+        sd.generate(target, INPUTS[:2], drafter=pair, gamma=2, **WARM)
+    with pytest.raises(sd.UnsupportedCombination, match="'gumbel' above temperature 0"):
+        under_jit.Decoder(target.config, own, gamma=2, **WARM)
+
+
+def test_weights_that_are_no_numbers_end_the_learning(target, drafter, monkeypatch):
+    learner = make(target, drafter)
+
+    def break_step(state, *_, **__):
+        nan = jax.tree.map(lambda leaf: leaf * jnp.nan, state.params)
+        return state.replace(params=nan), online.Agreement(1, 1, 1)
+
+    monkeypatch.setattr(online, "train_step", break_step)
+    feed(learner, 0, 60)
+    learner.learn()
+    assert "not finite" in learner.ended and not learner.updates
+    assert same((learner.drafter.model.params, drafter.model.params))
 
 
 def test_only_a_model_drafter_can_learn(target, drafter):

@@ -44,5 +44,6 @@ def list_shortfalls(stages: Mapping[str, Any]) -> dict[str, str]:
             for theirs in (one[name] for name in one if f", {form}, two" in name)
             for ours in (one[f"plain, {'float32' if form == 'float32' else '`w8a8`'}, batch 64"],)
         ]
-        add(f"a whole file, plain, over CTranslate2 in {form}", files, "1.0")
+        label = "" if form == "float32" else " in `w8a8`"
+        add(f"a whole file, plain{label}, over CTranslate2 in {form}", files, "1.0")
     return found
