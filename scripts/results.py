@@ -172,7 +172,8 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
     """
     if name == "shortfalls":
         columns = [list_shortfalls(record["stages"]) for record in records]
-        heads = [name_machine(record) for record in records]
+        quick = [any(map(was_quick, record["stages"].values())) for record in records]
+        heads = [name_machine(one) + " (`--quick`)" * some for one, some in zip(records, quick)]
         return _write_rows("what falls short", heads, columns)
     stage, _, text = name.partition(" ")
     if stage not in STAGES:
