@@ -51,9 +51,7 @@ def pytest_configure(config):
 def pytest_report_header(config):
     """Says how long the tests take."""
     if config.option.markexpr == "not slow":
-        return (
-            "first tier: about 6 minutes on two cores, half of that with the programs kept before"
-        )
+        return "first tier: about 8 minutes on two cores"
     return None
 
 
