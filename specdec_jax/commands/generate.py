@@ -416,7 +416,10 @@ def _keep_learned(
     try:
         yield lambda: learner.save(path, every=_SAVE_SECONDS)
     except BaseException:
-        learner.save(path)
+        # Arrays may be gone in the middle of an update, and disks be full: the error that ended
+        # the job is the one to show.
+        with contextlib.suppress(RuntimeError, OSError):
+            learner.save(path)
         raise
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import check_positions, is_decoder_only
@@ -284,6 +285,16 @@ def check_non_finite(non_finite: Any) -> None:
     """Raises ValueError for another word than "raise" and "report"."""
     if not isinstance(non_finite, str) or non_finite not in ("raise", "report"):
         raise ValueError(f"non_finite: got {non_finite!r}, expected 'raise' or 'report'")
+
+
+def check_drafter_inputs(drafter: Drafter, longest: int) -> None:
+    """Raises ValueError if an input has more tokens than a drafter's encoder has positions."""
+    for model in drafter.models:
+        config = model.config
+        own_encoder = not is_decoder_only(model) and config.encoder_dim is None
+        if own_encoder and config.max_positions is not None and longest > config.max_positions:
+            got, most = f"an input of {longest} tokens", config.max_positions
+            raise mismatch_error("drafter", got, f"at most the {most} positions of its encoder")
 
 
 def cut_to_positions(target: LanguageModel, longest: int) -> int:

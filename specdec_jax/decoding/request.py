@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from specdec_jax.backends.jax_settings import check_not_traced
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
+    check_drafter_inputs,
     check_drafter_sampling,
     check_eos_ids,
     check_input_lengths,
@@ -304,6 +305,7 @@ def plan(
     samples = int(config.num_samples)
     if drafter is not None:
         check_pair(target, drafter)
+        check_drafter_inputs(drafter, int(np.max(lengths)))
         check_policy(gamma, drafter)
     together = batch if batch_size is None else batch_size
     _check_mesh(target, "inputs" if batch_size is None else "batch_size", together, config.deadline)

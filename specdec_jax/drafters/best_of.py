@@ -67,7 +67,8 @@ class BestOf(DrafterPair):
 
         Args:
           first: the drafter that each row begins with.
-          second: the other; not an `EarlyExitDrafter` or a `HeadsDrafter`.
+          second: the other; not one that needs the target's states or cache, such as an
+            `EagleDrafter`, an `EarlyExitDrafter` or a `HeadsDrafter`.
           costs: the time of a drafted token by either, over that of a target step.
           margin: by how much, as a share, the other must be better before it takes over.
           memory: factor by which the observations of an iteration are multiplied at each later one.

@@ -202,8 +202,8 @@ class HorizontalCascade(DrafterPair):
 
         Args:
           first: drafts positions 0 … switch − 1.
-          then: drafts what follows; not an `EarlyExitDrafter` or a `HeadsDrafter`, since the target
-            has not yet seen what was drafted.
+          then: drafts what follows; not one that needs the target's states or cache, such as an
+            `EarlyExitDrafter`, since the target has not yet seen what was drafted.
           switch: at least 1.
           then_gamma: the most tokens that `then` drafts, at least 1; None: all that are left. With
             a limit γ can suit `first`, 12 or 16 for a drafter that copies, and not cost as many

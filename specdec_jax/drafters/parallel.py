@@ -11,13 +11,12 @@ import jax.numpy as jnp
 
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.drafters.drafting import Step, draft_from_logits, match_width
-from specdec_jax.drafters.model import ModelDraftState
+from specdec_jax.drafters.model import ModelDrafter, ModelDraftState
 from specdec_jax.drafters.tree_levels import Level, draft_tree
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.drafter import TreeDrafter
-from specdec_jax.speculative.prefill import fill_cache
 from specdec_jax.speculative.state import DecodeState, Draft
 
 
@@ -75,20 +74,7 @@ class ParallelDrafter(TreeDrafter):
     def identity(self) -> tuple[list[Any], Any]:
         return [self.model.contents, self.mask_token], None
 
-    def init(
-        self,
-        inputs: jax.Array,
-        input_lengths: jax.Array,
-        tokens: jax.Array,
-        slots: int,
-        **encoded: jax.Array,
-    ) -> ModelDraftState:
-        batch, prefix = tokens.shape
-        cache = fill_cache(self.network, inputs, input_lengths, tokens, slots, **encoded)
-        return ModelDraftState(cache, jnp.full(batch, prefix - 1, jnp.int32))
-
-    def rewind(self, draft_state: ModelDraftState, lengths: jax.Array) -> ModelDraftState:
-        return ModelDraftState(draft_state.cache, jnp.minimum(draft_state.cached, lengths - 1))
+    init, rewind = ModelDrafter.init, ModelDrafter.rewind
 
     def draft(
         self, draft_state: ModelDraftState, state: DecodeState, num_wanted: jax.Array

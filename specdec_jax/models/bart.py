@@ -5,13 +5,13 @@ import math
 from typing import ClassVar
 
 from specdec_jax.backends.backend import Backend
-from specdec_jax.models.blocks import BlockOptions, EncoderDecoder, list_shapes
+from specdec_jax.models.blocks import BlockOptions, EncoderDecoder
 from specdec_jax.models.config_validation import FieldError, check_fields
-from specdec_jax.models.family import ModelConfig
+from specdec_jax.models.family import PositionTableConfig, list_shapes
 
 
 @dataclasses.dataclass(frozen=True)
-class BartConfig(ModelConfig):
+class BartConfig(PositionTableConfig):
     """The shape of a BART-like network: layer norms, biases, and tables of absolute positions.
 
     Attributes:
@@ -63,21 +63,7 @@ class BartConfig(ModelConfig):
         if self.pad_id >= self.vocab_size:
             expected = f"an id below vocab_size = {self.vocab_size}"
             raise FieldError(self, "pad_id", f"got {self.pad_id}, expected {expected}")
-        if self.emb_dim % self.num_heads:
-            expected = f"a multiple of num_heads = {self.num_heads}"
-            raise FieldError(self, "emb_dim", f"got {self.emb_dim}, expected {expected}")
-
-    @property
-    def head_dim(self) -> int:
-        """K, features of each head."""
-        return self.emb_dim // self.num_heads
-
-    @property
-    def max_positions(self) -> int:
-        return self.num_positions
-
-    def with_own_head(self) -> "BartConfig":
-        return dataclasses.replace(self, logits_via_embedding=False)
+        self.check_heads()
 
     def module(self, backend: Backend = Backend()) -> EncoderDecoder:
         return EncoderDecoder(self, backend)

@@ -763,20 +763,3 @@ class EncoderDecoder(DecoderOnly):
         """Returns teacher-forced states, which `head` takes."""
         encoded = self.encode(inputs, mask, deterministic) if encoded is None else encoded
         return self.decoder(self.embed(decoder_tokens), encoded, mask, deterministic)
-
-
-def list_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter by its name, as `ModelConfig.parameter_shapes` does.
-
-    One layer of each stack is traced, whose shapes all others have: 24 + 24 would take seconds.
-    """
-    counts = {stack: getattr(config, f"num_{stack}_layers", 0) for stack in ("encoder", "decoder")}
-    fewer = {f"num_{stack}_layers": 1 for stack, layers in counts.items() if layers}
-    single = ModelConfig.parameter_shapes(config.replace(**fewer))
-    shapes = {}
-    for name, shape in reversed(single.items()):  # embeddings first, as the first to be missed
-        stack, layer, rest = name.partition("/layers_0/")
-        layers = range(counts[stack] if layer else 0)
-        names = [f"{stack}/layers_{i}/{rest}" for i in layers] or [name]
-        shapes |= dict.fromkeys(names, shape)
-    return shapes

@@ -17,6 +17,7 @@ from specdec_jax.backends.axes import Encoded, Inputs, Logits, Mask, PerRow, Sta
 from specdec_jax.backends.backend import Backend
 from specdec_jax.backends.tree_positions import AnyNodes
 from specdec_jax.files.reading import mismatch_error
+from specdec_jax.models.config_validation import FieldError
 
 # The places of a sequence whose logits are wanted, None for all, and these logits.
 Places = Int[Array, "B N"] | None
@@ -101,7 +102,7 @@ class ModelConfig:
 
     def with_own_head(self) -> Self:
         """Returns the same network's configuration with a head of its own, not the embedding."""
-        raise NotImplementedError
+        return self.explicit().replace(logits_via_embedding=False)
 
     def explicit(self) -> Self:
         """Returns the same shape without None for other values, so that equal shapes are equal."""
@@ -111,6 +112,42 @@ class ModelConfig:
     def presets(cls) -> dict[str, Self]:
         """Returns the published shapes of the family by name."""
         return {}
+
+
+class PositionTableConfig(ModelConfig):
+    """The base class of configurations with tables of positions, whose heads divide the width."""
+
+    def check_heads(self) -> None:
+        """Raises FieldError unless `emb_dim` can be divided among the heads."""
+        if self.emb_dim % self.num_heads:
+            expected = f"a multiple of num_heads = {self.num_heads}"
+            raise FieldError(self, "emb_dim", f"got {self.emb_dim}, expected {expected}")
+
+    @property
+    def head_dim(self) -> int:
+        """K, features of each head."""
+        return self.emb_dim // self.num_heads
+
+    @property
+    def max_positions(self) -> int:
+        return self.num_positions
+
+
+def list_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter by its name, as `ModelConfig.parameter_shapes` does.
+
+    One layer of each stack is traced, whose shapes all others have: 24 + 24 would take seconds.
+    """
+    counts = {stack: getattr(config, f"num_{stack}_layers", 0) for stack in ("encoder", "decoder")}
+    fewer = {f"num_{stack}_layers": 1 for stack, layers in counts.items() if layers}
+    single = ModelConfig.parameter_shapes(config.replace(**fewer))
+    shapes = {}
+    for name, shape in reversed(single.items()):  # embeddings first, as the first to be missed
+        stack, layer, rest = name.partition("/layers_0/")
+        layers = range(counts[stack] if layer else 0)
+        names = [f"{stack}/layers_{i}/{rest}" for i in layers] or [name]
+        shapes |= dict.fromkeys(names, shape)
+    return shapes
 
 
 def check_uses_backend(config: ModelConfig, got: str) -> None:

@@ -5,13 +5,13 @@ import math
 from typing import ClassVar
 
 from specdec_jax.backends.backend import Backend
-from specdec_jax.models.blocks import BlockOptions, DecoderOnly, list_shapes
-from specdec_jax.models.config_validation import FieldError, check_fields
-from specdec_jax.models.family import ModelConfig
+from specdec_jax.models.blocks import BlockOptions, DecoderOnly
+from specdec_jax.models.config_validation import check_fields
+from specdec_jax.models.family import PositionTableConfig, list_shapes
 
 
 @dataclasses.dataclass(frozen=True)
-class GPTConfig(ModelConfig):
+class GPTConfig(PositionTableConfig):
     """The shape of a GPT-like network: learned positions, pre-norm, biases and gelu, as in GPT-2.
 
     Attributes:
@@ -45,21 +45,7 @@ class GPTConfig(ModelConfig):
 
     def __post_init__(self):
         check_fields(self)
-        if self.emb_dim % self.num_heads:
-            expected = f"a multiple of num_heads = {self.num_heads}"
-            raise FieldError(self, "emb_dim", f"got {self.emb_dim}, expected {expected}")
-
-    @property
-    def head_dim(self) -> int:
-        """K, features of each head."""
-        return self.emb_dim // self.num_heads
-
-    @property
-    def max_positions(self) -> int:
-        return self.num_positions
-
-    def with_own_head(self) -> "GPTConfig":
-        return dataclasses.replace(self, logits_via_embedding=False)
+        self.check_heads()
 
     def module(self, backend: Backend = Backend()) -> DecoderOnly:
         return DecoderOnly(self, backend)

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from specdec_jax.backends.backend import Backend
 from specdec_jax.files.reading import mismatch_error
-from specdec_jax.models.blocks import BlockOptions, EncoderDecoder, list_shapes
+from specdec_jax.models.blocks import BlockOptions, EncoderDecoder
 from specdec_jax.models.config_validation import FieldError, check_fields
-from specdec_jax.models.family import ModelConfig
+from specdec_jax.models.family import ModelConfig, list_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +71,6 @@ class T5Config(ModelConfig):
         if self.max_distance <= self.num_buckets // 2:
             expected = f"more than half of num_buckets = {self.num_buckets}"
             raise FieldError(self, "max_distance", f"got {self.max_distance}, expected {expected}")
-
-    def with_own_head(self) -> "T5Config":
-        return dataclasses.replace(self.explicit(), logits_via_embedding=False)
 
     def explicit(self) -> "T5Config":
         return dataclasses.replace(self, scale_decoder_outputs=self.scales_outputs)

@@ -275,7 +275,7 @@ class OnlineDistillation:
         start = time.perf_counter()
         leaves = {f"leaf{i}": leaf for i, leaf in enumerate(jax.tree.leaves(self._state))}
         record = {name: getattr(self, name) for name in _COUNTS} | {"elapsed": self.elapsed}
-        record |= {"format": _FORMAT, "drafter": self._first.contents}
+        record |= {"format": _FORMAT, **self._parts()}
         buffer = io.BytesIO()
         np.savez(buffer, record=np.array(json.dumps(record)), **jax.device_get(leaves))
         write_file(path, buffer.getvalue())
@@ -297,13 +297,16 @@ class OnlineDistillation:
                 record = json.loads(str(file["record"]))
                 found = [file[f"leaf{i}"] for i in range(len(leaves))]
             counts = {name: type(getattr(self, name))(record[name]) for name in _COUNTS}
-            elapsed, form, drafter = float(record["elapsed"]), record["format"], record["drafter"]
+            elapsed, form = float(record["elapsed"]), record["format"]
+            others = [name for name, part in self._parts().items() if record[name] != part]
         except (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
             raise mismatch_error(
                 path, f"a damaged file ({error})", "what a learner saved"
             ) from None
-        if (form, drafter) != (_FORMAT, self._first.contents):
-            raise mismatch_error(path, "what a learner of another drafter saved", "this drafter's")
+        if form != _FORMAT or others:
+            what = others[0] if others else "version"
+            got = f"what a learner of another {what} saved"
+            raise mismatch_error(path, got, f"that of this {what}; remove the file to begin anew")
         shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
         if [(leaf.shape, leaf.dtype) for leaf in found] != shapes:
             raise mismatch_error(path, "arrays of other shapes", "those of this drafter")
@@ -311,6 +314,9 @@ class OnlineDistillation:
         vars(self).update(counts)
         self._before, self._saved = elapsed, self.updates
         self._drafter = self._make_drafter()
+
+    def _parts(self) -> dict[str, str]:
+        return {"drafter": self._first.contents, "target": self._target.contents}
 
     def summary(self) -> str:
         """Returns a line about what was learnt."""

@@ -140,8 +140,11 @@ def test_targets_are_hidden_behind_a_random_place():
     places = np.arange(9)
     expected = (places <= cuts[:, None] + 2) & (places < lengths[:, None])
     np.testing.assert_array_equal(counted >= 0, expected)
-    again = losses.hide_tokens(targets, 2, None)[0]
-    np.testing.assert_array_equal(again, losses.hide_tokens(targets, 2, None)[0])
+    validation, fixed = (
+        losses.hide_tokens(targets, 2, one)[0] for one in (None, jax.random.key(0))
+    )
+    np.testing.assert_array_equal(validation, fixed)
+    assert not np.array_equal(validation, hidden)
 
 
 def test_training_teaches_masks_and_validation_counts_them():

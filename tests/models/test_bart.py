@@ -238,3 +238,15 @@ def test_marians_tokenizer_is_transformers(tmp_path):
         ValueError, match="separate_vocabs: got true, expected a vocabulary that is"
     ):
         huggingface_folders.open_folder(tmp_path, (0,))
+
+
+def test_an_input_past_a_drafters_encoder_is_rejected():
+    shape = dict(vocab_size=24, emb_dim=16, num_heads=2, num_encoder_layers=1, mlp_dim=32)
+    shape |= dict(num_decoder_layers=1)
+    target, drafter = (
+        sd.LanguageModel.random(sd.PRESETS["bart/base"].replace(**shape, num_positions=positions))
+        for positions in (64, 16)
+    )
+    inputs = np.full((1, 20), 3, np.int32)
+    with pytest.raises(ValueError, match="drafter: got an input of 20 tokens, expected at most"):
+        sd.generate(target, inputs, drafter=sd.ModelDrafter(drafter), max_new_tokens=4, gamma=2)
