@@ -43,9 +43,9 @@ def predict_cost(work: Sequence[Work], gamma: int, times: Times) -> dict[str, fl
     for item in work:
         parts["target encoder"] += times[f"target encoder {item.padded}"].median
         parts["target calls"] += item.calls * (single + item.drafting * added)
+        if gamma and (name := f"drafter encoder {item.padded}") in times:
+            parts["drafter encoder"] += times[name].median
         if item.draft_calls is not None and "draft step" in times:
-            encoder = times.get(f"drafter encoder {item.padded}")  # early exit has none of its own
-            parts["drafter encoder"] += encoder.median if encoder else 0.0
             parts["draft steps"] += item.draft_calls * draft_seconds(gamma, times)
     return parts
 

@@ -5,6 +5,7 @@ count.
 """
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -210,13 +211,20 @@ def prefill_variant(network: Network, shape: CallShape) -> Callable[[], Any]:
 
 
 def encoder_variants(
-    model: str, network: Network, lengths: Sequence[int], shape: CallShape
+    target: LanguageModel, drafter: Drafter | None, lengths: Sequence[int], shape: CallShape
 ) -> dict[str, Call]:
-    """Returns "`model` encoder L" for inputs of each padded length L."""
-    return {
-        f"{model} encoder {length}": prefill_variant(network, shape._replace(input_length=length))
-        for length in lengths
-    }
+    """Returns "target encoder L" and "drafter encoder L" for inputs of each padded length L."""
+    encoders = {"target": (target.network,), "drafter": drafter.encoders if drafter else ()}
+    variants = {}
+    for name, length in itertools.product([name for name in encoders if encoders[name]], lengths):
+        given = shape._replace(input_length=length)
+        calls = [prefill_variant(network, given) for network in encoders[name]]
+        variants[f"{name} encoder {length}"] = functools.partial(_call_each, calls)
+    return variants
+
+
+def _call_each(calls: Sequence[Call]) -> list[Any]:
+    return [call() for call in calls]
 
 
 def step_variants(
@@ -239,7 +247,7 @@ def step_variants(
     network = target.network
     variants = {"target step": step_variant(network, shape, 1)}
     variants |= {f"verify {gamma}": step_variant(network, shape, gamma + 1) for gamma in gammas}
-    variants |= encoder_variants("target", network, lengths, shape)
+    variants |= encoder_variants(target, drafter, lengths, shape)
     if drafter is None or not (steps := drafter.steps()):
         return variants
     drafting, own_model = steps["draft step"], drafter.second_model is not None
@@ -251,7 +259,7 @@ def step_variants(
         variants[f"draft {gamma} and verify"] = paired
     if own_model and width == 1:
         variants["draft pair"] = step_variant(drafting, shape, 2, step_loops.draft_steps)
-    return variants | (encoder_variants("drafter", drafting, lengths, shape) if own_model else {})
+    return variants
 
 
 def count_steps(name: str) -> int:

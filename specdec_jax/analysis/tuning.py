@@ -283,10 +283,7 @@ def step_times(
         variants[f"iteration, {choice}"] = timing.iteration_variant(*state)
     variants[f"call, {last}"] = timing.call_variant(*state)
     shape = CallShape(rows, lengths[-1], state[0].tokens.shape[1])
-    variants |= timing.encoder_variants("target", target.network, lengths, shape)
-    if drafter.second_model is not None:
-        network = drafter.second_model.network
-        variants |= timing.encoder_variants("drafter", network, lengths, shape)
+    variants |= timing.encoder_variants(target, drafter, lengths, shape)
     for width in widths:
         slots = timing.total_slots(target, lengths[-1], options.max_new_tokens, max(widths))
         wide = shape._replace(slots=slots)

@@ -16,6 +16,7 @@ from specdec_jax.drafters.drafting import (
 from specdec_jax.drafters.model import ModelDrafter, ModelDraftState
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import Network
 from specdec_jax.speculative.distributions import Categorical, PointMass
 from specdec_jax.speculative.drafter import Drafter, can_draft_chains
 from specdec_jax.speculative.iteration import verify, write
@@ -65,6 +66,10 @@ class DrafterPair(Drafter):
     @property
     def models(self) -> tuple[LanguageModel, ...]:
         return tuple(model for part in self.parts for model in part.models)
+
+    @property
+    def encoders(self) -> tuple[Network, ...]:
+        return tuple(network for part in self.parts for network in part.encoders)
 
     def identity(self) -> tuple[list[Any], Any]:
         return [self.settings, *(part.contents for part in self.parts)], None

@@ -145,6 +145,10 @@ class EagleDrafter(TreeDrafter):
     def models(self) -> tuple[LanguageModel, ...]:
         return (self.model,)
 
+    @property
+    def encoders(self) -> tuple[Network, ...]:
+        return (self.network.model,)
+
     def steps(self) -> dict[str, Network]:
         return {"draft step": self.network.model}
 

@@ -128,6 +128,10 @@ class ModelDrafter(TreeDrafter, BeamDrafter):
     def second_model(self) -> LanguageModel | None:
         return self.model
 
+    @property
+    def encoders(self) -> tuple[Network, ...]:
+        return (self.network,)
+
     def steps(self) -> dict[str, Network]:
         networks, whole = {"draft step": self.network}, self.model.network
         if self.int8 and self.shortlist is not None:

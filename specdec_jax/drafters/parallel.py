@@ -68,6 +68,10 @@ class ParallelDrafter(TreeDrafter):
     def models(self) -> tuple[LanguageModel, ...]:
         return (self.model,)
 
+    @property
+    def encoders(self) -> tuple[Network, ...]:
+        return (self.network,)
+
     def steps(self) -> dict[str, Network]:
         return {"draft step": self.network}
 

@@ -8,7 +8,7 @@ from specdec_jax.drafters.early_exit import check_own
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import is_decoder_only
+from specdec_jax.models.network import Network, is_decoder_only
 
 
 @jax.tree_util.register_pytree_node_class
@@ -47,6 +47,10 @@ class SelfDrafter(ModelDrafter):
     @property
     def second_model(self) -> None:
         return None
+
+    @property
+    def encoders(self) -> tuple[Network, ...]:
+        return ()
 
     def check(self, target: LanguageModel) -> None:
         check_own(self.model, target, "the 8 bits")

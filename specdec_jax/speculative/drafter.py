@@ -132,6 +132,11 @@ class Drafter:
         """The one model that drafts beside the target, with its own cache; None without one."""
         return None
 
+    @property
+    def encoders(self) -> tuple[Network, ...]:
+        """The networks that read a new input themselves, beside the target."""
+        return ()
+
     def steps(self) -> Mapping[str, Network]:
         """Returns the networks of which one step is timed to measure what drafting costs, by name.
 

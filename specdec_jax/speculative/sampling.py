@@ -139,7 +139,10 @@ class SamplingConfig:
           ValueError: a field has neither one value nor `batch` values.
         """
         own = SamplingConfig(**{name: getattr(self, name) for name in FILTERS})
-        return own.rows(batch, vocab_size=0)
+        try:
+            return own.rows(batch, vocab_size=0)
+        except ValueError as error:
+            raise ValueError(f"drafter_sampling: {error}") from None
 
     def _bias(self, vocab_size: int) -> Float32[np.ndarray, " V"]:
         """Returns what is added to the logits: the biases, and −inf for ids that are forbidden."""

@@ -11,7 +11,9 @@ import pytest
 import tiers
 from benchmark_models import CONFIG
 from sample_records import parse
+from toy_models import tiny_t5
 
+import specdec_jax as sd
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis import matmul_roofline, near_ties, predictions, step_loops, timing, traces
 from specdec_jax.analysis import variants as analysis_variants
@@ -245,6 +247,20 @@ def test_cost_counts_encoders_calls_and_drafts():
     assert sum(
         predictions.predict_cost([predictions.Work(8, calls=5)], 0, TIMES).values()
     ) == pytest.approx(2 + 5)
+
+
+def test_every_drafter_with_a_model_of_its_own_has_a_timed_encoder():
+    """Also one without single draft steps, such as the better of two drafters."""
+    target, model = tiny_t5(0, 16), tiny_t5(1, 16)
+    parallel, lookup = sd.ParallelDrafter(model), sd.PromptLookupDrafter()
+    shape = timing.CallShape(2, 5, 12)
+    for drafter in (sd.ModelDrafter(model), parallel, sd.BestOf(lookup, parallel)):
+        variants = timing.encoder_variants(target, drafter, (4, 5), shape)
+        assert {f"drafter encoder {length}" for length in (4, 5)} < set(variants)
+        assert jax.tree.leaves(variants["drafter encoder 4"]())
+    for drafter in (None, lookup, sd.SelfDrafter(target)):
+        variants = timing.encoder_variants(target, drafter, (4, 5), shape)
+        assert list(variants) == ["target encoder 4", "target encoder 5"]
 
 
 def test_calls_without_a_draft_cost_a_step():

@@ -154,7 +154,7 @@ def test_gumbel_output_is_that_of_plain_decoding(kind):
             "got temperature 0 with a tree, expected more than 0",
         ),
         (dict(num_beams=2, sampling=None), "with num_beams, expected None"),
-        (dict(drafter_sampling=sd.SamplingConfig([0.1, 0.2])), "temperature: got 2 values"),
+        (dict(drafter_sampling=sd.SamplingConfig([0.1, 0.2])), "ing: temperature: got 2 values"),
     ],
 )
 def test_what_means_nothing_is_rejected(options, message):
