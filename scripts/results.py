@@ -1,7 +1,7 @@
 """Measures the figures of the pages, stage by stage, and renders the pages' tables.
 
-    python scripts/results.py --data=DATA            # an hour and a half on two cores
-    python scripts/results.py --data=DATA --quick    # a quarter of an hour
+    python scripts/results.py --data=DATA            # two hours on two cores
+    python scripts/results.py --data=DATA --quick    # twenty minutes
     python scripts/results.py --render               # renders only
 
 Run it alone on the machine. Everything is decoded with the bundled pair; the ways of decoding of
@@ -39,7 +39,7 @@ from tools.results.stages import STAGES
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "scripts" / "results"
 _DATA = flags.DEFINE_string("data", None, "Folder of the texts; without it only `sentences`.")
-_QUICK = flags.DEFINE_bool("quick", False, "Fewer sentences and passes: a quarter of an hour.")
+_QUICK = flags.DEFINE_bool("quick", False, "Fewer sentences and passes: twenty minutes.")
 _ONLY = flags.DEFINE_list("only", list(STAGES), "Stages to measure, comma-separated.")
 _AGAIN = flags.DEFINE_bool("again", False, "Measure stages anew that the record has.")
 _RENDER = flags.DEFINE_bool("render", False, "Render the pages' tables, measure nothing.")
@@ -167,6 +167,8 @@ def render_text(text: str, records: Sequence[Mapping[str, Any]]) -> str:
 def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
     """Returns the Markdown table `STAGE TEXT`: a row for each case, a column for each machine.
 
+    With `*` in TEXT there is a column for each text that it matches.
+
     Raises:
       ValueError: there is no such stage.
     """
@@ -180,17 +182,20 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
         raise ValueError(
             f"results: got {name!r} on a page, expected a stage of {', '.join(STAGES)}"
         )
-    parts = [record["stages"].get(stage, {}) for record in records]
-    show = STAGES[stage].format
-    columns = [
-        {case: show(row) for case, row in part.get("rows", {}).get(text, {}).items()}
-        for part in parts
-    ]
-    heads = [name_machine(record) for record in records]
-    heads = [
-        head + note_conditions(record, part) for head, record, part in zip(heads, records, parts)
-    ]
-    why = {explain_absence(part) for part in parts}
+    show, heads, columns, why = STAGES[stage].format, [], [], set()
+    for record in records:
+        part = record["stages"].get(stage, {})
+        head = name_machine(record) + note_conditions(record, part)
+        rows = part.get("rows", {})
+        if "*" in text:  # brief cells, a column for each text
+            show = STAGES[stage].brief
+            before, after = text.split("*")
+            texts = [one for one in rows if one.startswith(before) and one.endswith(after)]
+            heads += [f"{one.removesuffix(after)}, {head}" for one in texts]
+        else:
+            texts, heads = [text], [*heads, head]
+        columns += [{case: show(row) for case, row in rows.get(one, {}).items()} for one in texts]
+        why.add(explain_absence(part))
     return _write_rows(STAGES[stage].title, heads, columns, "; ".join(sorted(why)))
 
 

@@ -58,6 +58,19 @@ def test_a_row_is_a_case_and_a_column_is_a_machine(results):
     ]
 
 
+def test_a_table_of_all_texts_has_a_column_for_each(results):
+    record = json.loads(json.dumps(RECORD))
+    rows = record["stages"]["pair"]["rows"]["ende"]
+    drafters = {"ende T=0": rows, "more T=0": {"plain, float32": rows["plain, float32"]}}
+    record["stages"]["drafters"] = {"rows": drafters | {"ende T=1": rows}}
+    assert results.make_table("drafters * T=0", [record]).splitlines() == [
+        "| one sentence at a time, over plain | ende, A chip, 2 cores | more, A chip, 2 cores |",
+        "|---|---|---|",
+        "| plain, float32 | 1.00 | 1.00 |",
+        "| speculative | 2.50; α 0.75; 3.25 | - |",
+    ]
+
+
 def test_a_quick_run_and_a_busy_machine_are_marked(results):
     quick = json.loads(json.dumps(RECORD))
     quick["stages"]["pair"]["command"] = "scripts/results.py --only=pair --quick"

@@ -151,6 +151,14 @@ def format_speed(row: Row) -> str:
     return text + f", {row['sentences']} sentences" * (gain["least"] == gain["most"] == 1)
 
 
+def format_brief(row: Row) -> str:
+    """Returns the improvement; α and tokens per target call if it drafts."""
+    text = f"{row['improvement']['median']:.2f}"
+    if row["alpha"] is not None:
+        text += f"; α {row['alpha']:.2f}; {row['tokens_per_call']:.2f}"
+    return text
+
+
 def format_ratio(row: Row) -> str:
     """Returns a ratio and its spread."""
     gain = row["improvement"]

@@ -61,23 +61,41 @@ def change_words(words: Sequence[Any], percent: int, seed: int) -> list[Any]:
     return changed
 
 
-def measure_edits(settings: Settings) -> Rows:
-    """Measures sentences of which some words are changed, as in corrections."""
+def read_edits(settings: Settings, count: int, percent: int) -> tuple[list[str], list[list[int]]]:
+    """Returns sentences of 40 words, and what they become where a share of the words changes.
+
+    Raises:
+      Skipped: the text is not there.
+    """
     path = find_text(settings, "wikitext2")
     if path is None:
         raise Skipped("needs wikitext2/test in --data")
-    count = settings.choose(40, 6)
     sentences = [one.split() for one, _ in read_pairs(path, 50 * count, 40)]
     sentences = [one for one in sentences if len(one) == 40][:count]
-    target = load_target("none")
-    assert target.vocabulary is not None
+    vocabulary = load_target("none").vocabulary
+    assert vocabulary is not None
+    changed = [change_words(one, percent, seed) for seed, one in enumerate(sentences)]
+    outputs = [vocabulary.encode_output(" ".join(one)) for one in changed]
+    return [" ".join(one) for one in sentences], outputs
+
+
+def time_edits(
+    settings: Settings,
+    count: int,
+    percent: int,
+    drafters: Mapping[str, tuple[Callable[[], Any], int]],
+) -> dict[str, Row]:
+    """Returns the rows of drafters that copy, on sentences of which some words are changed."""
+    texts, outputs = read_edits(settings, count, percent)
+    cases, longest = make_cases(outputs, drafters), max(map(len, outputs))
+    return time_cases(cases, texts, settings.choose(3, 2), new_tokens=longest)
+
+
+def measure_edits(settings: Settings) -> Rows:
+    """Measures sentences of which some words are changed, as in corrections."""
     rows: dict[str, Row] = {}
     for percent in CHANGED:
-        changed = [change_words(one, percent, seed) for seed, one in enumerate(sentences)]
-        outputs = [target.vocabulary.encode_output(" ".join(one)) for one in changed]
-        texts = [" ".join(one) for one in sentences]
-        longest = max(map(len, outputs))
-        found = time_cases(make_cases(outputs), texts, settings.choose(3, 2), new_tokens=longest)
+        found = time_edits(settings, settings.choose(40, 6), percent, DRAFTERS)
         rows |= {f"{percent} % changed, {name}": row for name, row in found.items()}
     return {"wikitext2": rows}
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax.analysis import timing, variants
+from specdec_jax.drafters.assisted import AssistedNGramDrafter
+from specdec_jax.drafters.best_of import BestOf
 from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
 from specdec_jax.drafters.early_exit import EarlyExitDrafter
 from specdec_jax.drafters.model import ModelDrafter
@@ -32,8 +34,9 @@ from tools.results.cases import (
     make_bundled,
     time_cases,
 )
+from tools.results.copying import time_edits
 from tools.results.stage import Row, Rows, Settings, Skipped
-from tools.results.texts import read_texts, require_pairs
+from tools.results.texts import find_text, read_texts, require_pairs
 
 TEXTS = ("ende", "wiki_pe", "wikitext2", "scitldr", "dialogsum")
 
@@ -85,20 +88,58 @@ def read_references(settings: Settings, count: int) -> list[list[int]]:
     return [vocabulary.encode_output(reference) for _, reference in pairs]
 
 
+POLICIES: dict[str, Callable[[], Any]] = {
+    "`Heuristic`": lambda: Heuristic(8),
+    "`Confidence`": lambda: Confidence(8),
+    "`EntropyBound`": lambda: EntropyBound(8),
+    "`CostAware`": lambda: CostAware(8),
+    "`Calibrated`": lambda: Calibrated(8),
+}
+
+
+def measure_policies(settings: Settings) -> Rows:
+    """Measures the policies of γ with the bundled drafter, at temperatures 0 and 1."""
+    rows: Rows = {}
+    for temperature in (0, 1):
+        more = sample_at(temperature)
+        cases = {"plain": Case("none", None, more)}
+        cases |= {f"γ = {gamma}": drafts(gamma, **more) for gamma in (2, 4, 6)}
+        cases |= {name: drafts(make(), **more) for name, make in POLICIES.items()}
+        rows |= time_at(cases, settings, temperature)
+    return rows
+
+
+def sample_at(temperature: int) -> dict[str, Any]:
+    """Returns the options of decoding at a temperature, by token verification."""
+    return {"sampling": SamplingConfig(temperature=float(temperature)), "verifier": "token"}
+
+
+# Drafters that copy, and their γ.
+COPYING: dict[str, tuple[Callable[[], Any], int]] = {
+    "`lookup`, γ = 2": (PromptLookupDrafter, 2),
+    "`lookup`, γ = 8": (PromptLookupDrafter, 8),
+    "`copy`, γ = 8": (functools.partial(PromptLookupDrafter, min_match=0), 8),
+    "`assisted`, γ = 4": (AssistedNGramDrafter, 4),
+}
+
+
 def list_drafters(settings: Settings, target: LanguageModel) -> dict[str, tuple[Callable, Any]]:
     """Returns what makes each drafter, and its γ."""
+
+    def better() -> BestOf:
+        return BestOf(make_bundled(), PromptLookupDrafter(min_match=2), costs=(0.15, 0.0))
+
+    def follow() -> HorizontalCascade:
+        return HorizontalCascade(PromptLookupDrafter(min_match=2), make_bundled(), 8)
+
     found: dict[str, tuple[Callable[[], Any], Any]] = {
         "bundled drafter, γ = 4": (make_bundled, 4),
         "the same in int8": (lambda: ModelDrafter(load_drafter("none"), int8=True), 4),
-        "bundled drafter, `Heuristic`": (make_bundled, Heuristic(8)),
-        "bundled drafter, `Confidence`": (make_bundled, Confidence(8)),
-        "bundled drafter, `EntropyBound`": (make_bundled, EntropyBound(8)),
-        "bundled drafter, `CostAware`": (make_bundled, CostAware(8)),
-        "bundled drafter, `Calibrated`": (make_bundled, Calibrated(8)),
-        "`lookup`, γ = 2": (PromptLookupDrafter, 2),
-        "`copy`, γ = 2": (functools.partial(PromptLookupDrafter, min_match=0), 2),
-        "`exit:3`, of four layers, γ = 2": (lambda: EarlyExitDrafter(target, 3), 2),
         "`self:int8`, γ = 4": (lambda: SelfDrafter(target), 4),
+        "`exit:3`, of four layers, γ = 2": (lambda: EarlyExitDrafter(target, 3), 2),
+        "`BestOf` the bundled drafter and `lookup`, γ = 4": (better, 4),
+        "`lookup` after two equal tokens, else the bundled drafter, γ = 8": (follow, 8),
+        **COPYING,
         "`random`, γ = 1": (lambda: WITHOUT_FILES["random"].make(target), 1),
     }
     try:
@@ -113,29 +154,40 @@ def list_drafters(settings: Settings, target: LanguageModel) -> dict[str, tuple[
 
 
 def measure_drafters(settings: Settings) -> Rows:
-    """Measures every kind of drafter at temperatures 0 and 1."""
+    """Measures every kind of drafter on all texts, at temperatures 0 and 1.
+
+    The text `edits` has 8 % of the words changed. Its outputs are forced, so that only what
+    copies can draft them.
+    """
     drafters = list_drafters(settings, load_target("none"))
     rows: Rows = {}
     for temperature in (0, 1):
-        sampling = SamplingConfig(temperature=float(temperature))
-        more: dict[str, Any] = {"sampling": sampling, "verifier": "token"}
+        more = sample_at(temperature)
         cases = {"plain": Case("none", None, more)}
         cases |= {
             name: Case("none", make, {"gamma": gamma, **more})
             for name, (make, gamma) in drafters.items()
         }
-        rows |= time_at(cases, settings, temperature)
+        rows |= time_at(cases, settings, temperature, TEXTS, settings.choose(40, 5))
+    if find_text(settings, "wikitext2"):
+        rows["edits T=0"] = time_edits(settings, settings.choose(40, 5), 8, COPYING)
     return rows
 
 
-def time_at(cases: Mapping[str, Case], settings: Settings, temperature: int) -> Rows:
-    """Returns the rows of the pair's two texts at one temperature."""
-    forget_programs()
-    texts = read_texts(settings, ("ende", "wiki_pe"), settings.choose(60, 8))
-    passes = settings.choose(3, 2)
-    return {
-        f"{name} T={temperature}": time_cases(cases, text, passes) for name, text in texts.items()
-    }
+def time_at(
+    cases: Mapping[str, Case],
+    settings: Settings,
+    temperature: int,
+    names: Sequence[str] = ("ende", "wiki_pe"),
+    count: int | None = None,
+) -> Rows:
+    """Returns the rows of texts, by default the pair's two, at one temperature."""
+    texts = read_texts(settings, names, count or settings.choose(60, 8))
+    passes, rows = settings.choose(3, 2), {}
+    for name, text in texts.items():
+        forget_programs()
+        rows[f"{name} T={temperature}"] = time_cases(cases, text, passes)
+    return rows
 
 
 def measure_cascades(settings: Settings) -> Rows:

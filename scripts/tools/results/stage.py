@@ -36,9 +36,11 @@ class Stage(NamedTuple):
       minutes: on two cores, in full and quickly.
       measure: returns the rows.
       format: returns a row as the cell of a table.
+      brief: the same for tables with a column for each text.
     """
 
     title: str
     minutes: tuple[float, float]
     measure: Callable[[Settings], Rows]
     format: Callable[[Row], str]
+    brief: Callable[[Row], str] = str

@@ -1,7 +1,7 @@
 """The table of stages of `results.py`."""
 
 from tools.results import copying, elsewhere, only, pair, rounding_stages, shapes, whole_files
-from tools.results.cases import format_ratio, format_speed, format_step
+from tools.results.cases import format_brief, format_ratio, format_speed, format_step
 from tools.results.stage import Stage
 
 _OVER_PLAIN = "one sentence at a time, over plain"
@@ -12,7 +12,8 @@ STAGES: dict[str, Stage] = {
     ),
     "steps": Stage("one row", (1, 0.5), pair.measure_steps, format_step),
     "texts": Stage(_OVER_PLAIN, (10, 1.5), pair.measure_texts, format_speed),
-    "drafters": Stage(_OVER_PLAIN, (13, 2.3), pair.measure_drafters, format_speed),
+    "drafters": Stage(_OVER_PLAIN, (25, 4), pair.measure_drafters, format_speed, format_brief),
+    "policies": Stage(_OVER_PLAIN, (6, 0.7), pair.measure_policies, format_speed),
     "cascades": Stage(_OVER_PLAIN, (4, 1), pair.measure_cascades, format_speed),
     "only": Stage(_OVER_PLAIN, (11, 1.5), only.measure_only, format_speed),
     "summaries": Stage(
