@@ -215,7 +215,7 @@ def encoder_variants(
 ) -> dict[str, Call]:
     """Returns "target encoder L" and "drafter encoder L" for inputs of each padded length L."""
     encoders = {"target": (target.network,), "drafter": drafter.encoders if drafter else ()}
-    variants = {}
+    variants: dict[str, Call] = {}
     for name, length in itertools.product([name for name in encoders if encoders[name]], lengths):
         given = shape._replace(input_length=length)
         calls = [prefill_variant(network, given) for network in encoders[name]]
