@@ -77,6 +77,8 @@ def test_outputs_do_not_depend_on_settings(name):
 WITHOUT_JAX = {
     "PRESETS",
     "AssistedNGramDrafter",
+    "GatedDrafter",
+    "LookaheadDecoding",
     "Chains",
     "Confidence",
     "Drafter",
