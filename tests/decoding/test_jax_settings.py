@@ -105,6 +105,7 @@ WITHOUT_JAX = {
     "SamplingConfig",
     "Stats",
     "T5Config",
+    "TokenRecycling",
     "Tree",
     "UnsupportedCombination",
     "Verifier",
