@@ -15,6 +15,7 @@ AnyStates = Float[Array, "*N D"]
 Logits = Float32[Array, "B T V"]
 TokenAndLogprob = tuple[Int32[Array, "B T"], Float32[Array, "B T"]]  # and log-probabilities
 Inputs = Int[Array, "B L"]
+Layers = int | tuple[int, ...] | None  # the first so many, those with these numbers, or all
 Mask = Bool[Array, "B L"]  # True at tokens
 Encoded = Float[Array, "B L E"]
 Query = Float[Array, "*N HK"]

@@ -59,7 +59,7 @@ class Inputs(NamedTuple):
     lengths: Int[Array, " B"]
 
 
-class ContinuationDrafter(BeamChainDrafter, TreeDrafter):
+class TableDrafter(TreeDrafter):
     """The base class of drafters that look up what may follow a text; a subclass defines `find`.
 
     Drafts are point masses: the best continuation, and in a tree the best ones of each node's path.
@@ -93,6 +93,10 @@ class ContinuationDrafter(BeamChainDrafter, TreeDrafter):
         """Returns log-probabilities of what follows, up to a constant; only if `sampled`."""
         raise NotImplementedError
 
+    def repeat_memory(self, memory: Any, copies: int) -> Any:
+        """Returns `memory` for `copies` texts of each row, which lie side by side."""
+        return jax.tree.map(lambda leaf: jnp.repeat(leaf, copies, axis=0), memory)
+
     def draft(
         self, draft_state: Any, state: AnyRows, num_wanted: Int[Array, " B"]
     ) -> tuple[Any, Draft]:
@@ -101,22 +105,34 @@ class ContinuationDrafter(BeamChainDrafter, TreeDrafter):
             logits = self.logits(draft_state, texts)[:, None]
             return match_width(logits, state.config.vocab_size), carry
 
-        def choose(step: Step, tokens: jax.Array, carry: Any):
-            texts = Texts(tokens, state.lengths + step, state.starts)
-            return self._find_matching(draft_state, texts, 1, 1)[:, 0, 0], carry
-
         if self.sampled:
             draft, _ = draft_from_logits(state, num_wanted, logits_of)
             return draft_state, draft._replace(calls=jnp.zeros_like(state.lengths))
+        return draft_state, self.draft_best(draft_state, state, num_wanted)[0]
+
+    def draft_best(
+        self, memory: Any, state: AnyRows, num_wanted: Int[Array, " B"]
+    ) -> tuple[Draft, Int[Array, "B G"]]:
+        """Drafts the best continuation; returns also `Found.match` before each of its tokens."""
+
+        def choose(step: Step, tokens: jax.Array, match: jax.Array):
+            texts = Texts(tokens, state.lengths + step, state.starts)
+            ids, here = self._find_matching(memory, texts, 1, 1)
+            match = jax.lax.dynamic_update_slice_in_dim(match, here[:, :1], step, axis=1)
+            return ids[:, 0, 0], match
+
+        gamma = state.config.gamma
         if self.passages:
             texts = Texts(state.tokens, state.lengths, state.starts)
-            tokens = self._find_matching(draft_state, texts, 1, state.config.gamma)[:, 0]
+            ids, first = self._find_matching(memory, texts, 1, gamma)
+            tokens, match = ids[:, 0], first[:, :1] + jnp.arange(gamma)
         else:
-            tokens, num_wanted, _ = draft_tokens(state, num_wanted, choose, ())
+            match = jnp.zeros((len(state.lengths), gamma), jnp.int32)
+            tokens, num_wanted, match = draft_tokens(state, num_wanted, choose, match)
         num_drafted = jnp.minimum(num_wanted, _count_drafted(state, tokens))
         tokens = jnp.maximum(tokens, 0)
         dist = point_mass(state, tokens)
-        return draft_state, draft_without_calls(state, tokens, num_drafted, dist)
+        return draft_without_calls(state, tokens, num_drafted, dist), match
 
     def draft_tree(
         self,
@@ -127,17 +143,15 @@ class ContinuationDrafter(BeamChainDrafter, TreeDrafter):
     ):
         def read(level: Level) -> tuple[Any, Texts]:
             copies = level.tokens.shape[1]
-            memory, starts = jax.tree.map(
-                lambda leaf: jnp.repeat(leaf, copies, axis=0), (draft_state, state.starts)
-            )
-            return memory, Texts(*level.rows(state), starts)
+            starts = jnp.repeat(state.starts, copies)
+            return self.repeat_memory(draft_state, copies), Texts(*level.rows(state), starts)
 
         def logits_of(level: Level, carry: Any):
             logits = match_width(self.logits(*read(level)), state.config.vocab_size)
             return logits.reshape(*level.tokens.shape, -1), carry
 
         def children_of(level: Level, carry: Any):
-            tokens = self._find_matching(*read(level), max(level.counts), 1)
+            tokens, _ = self._find_matching(*read(level), max(level.counts), 1)
             return Children(tokens.reshape(*level.tokens.shape, -1)), carry
 
         if self.sampled:
@@ -146,12 +160,15 @@ class ContinuationDrafter(BeamChainDrafter, TreeDrafter):
         # To find nothing is no failure, which −1 would mean.
         return draft_state, draft._replace(tokens=jnp.maximum(draft.tokens, 0))
 
-    def _find_matching(
-        self, memory: Any, texts: Texts, count: int, length: int
-    ) -> Int[Array, "N K G"]:
-        """Returns the ids that `find` returns, −1 in the place of continuations that match less."""
+    def _find_matching(self, memory: Any, texts: Texts, count: int, length: int) -> Found:
+        """Returns what `find` returns, with −1 in the place of continuations that match less."""
         found = self.find(memory, texts, count, length)
-        return jnp.where((found.match >= self.min_match)[..., None], found.ids, -1)
+        ids = jnp.where((found.match >= self.min_match)[..., None], found.ids, -1)
+        return Found(ids, found.match)
+
+
+class ContinuationDrafter(BeamChainDrafter, TableDrafter):
+    """A `TableDrafter` that also drafts for beam searches, where nothing is observed."""
 
 
 def _count_drafted(state: AnyRows, tokens: Int[Array, "B G"]) -> Int[Array, " B"]:

@@ -10,11 +10,13 @@ from specdec_jax.drafters.assisted import AssistedNGramDrafter
 from specdec_jax.drafters.eagle import EagleDrafter
 from specdec_jax.drafters.early_exit import EarlyExitDrafter
 from specdec_jax.drafters.heads import HeadsDrafter
+from specdec_jax.drafters.lookahead import LookaheadDecoding
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.ngram import NGramDrafter
 from specdec_jax.drafters.parallel import ParallelDrafter
 from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_jax.drafters.random_tokens import RandomDrafter
+from specdec_jax.drafters.recycling import TokenRecycling
 from specdec_jax.drafters.self_drafting import SelfDrafter
 from specdec_jax.drafters.traced_target import TracedExit, TracedHeads, TracedSelf
 from specdec_jax.models.family import ModelConfig
@@ -43,6 +45,13 @@ WITHOUT_FILES = {
     ),
     "assisted": NamedDrafter(
         "n-grams gathered while decoding", lambda target: AssistedNGramDrafter()
+    ),
+    "recycling": NamedDrafter(
+        "the target's most probable tokens after the same token before",
+        lambda target: TokenRecycling(target.config.vocab_size),
+    ),
+    "lookahead": NamedDrafter(
+        "guesses that the target improves in each call", lambda target: LookaheadDecoding()
     ),
     SELF_INT8: NamedDrafter("the target's own weights rounded to 8 bits", SelfDrafter),
     "random": NamedDrafter("random tokens", lambda target: RandomDrafter(target.config.vocab_size)),

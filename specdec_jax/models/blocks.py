@@ -25,6 +25,7 @@ from specdec_jax.backends.axes import (
     Bias,
     Encoded,
     Inputs,
+    Layers,
     Logits,
     Mask,
     PerRow,
@@ -550,11 +551,11 @@ class Decoder(nn.Module):
         x: States,
         positions: PerRow | None,
         cache: DecoderCache,
-        layers: int | None = None,
+        layers: Layers = None,
         valid: Valid = None,
         nodes: AnyNodes | None = None,
     ) -> tuple[States, DecoderCache]:
-        """Runs the first `layers` layers (None: all) over the T tokens with the embeddings `x`.
+        """Runs `layers` (see `FamilyModule`) over the T tokens with the embeddings `x`.
 
         The arguments are those of `FamilyModule.decode_states`. Returns the normalised states and
         the new cache, in which the layers that were not run stay as they are.
@@ -580,8 +581,10 @@ class Decoder(nn.Module):
             valid = None if valid is None or padding else valid.reshape(-1)
         call = DecoderCall(positions, mask, valid, nodes, count)
         cross = cache.cross or [None] * len(self.layers)
-        for i, (layer, bias) in enumerate(zip(self.layers[:layers], self._spread_biases(biases))):
-            x, written[i] = layer.step(x, written[i], call, bias, cross[i], cache.cross_mask)
+        spread = self._spread_biases(biases)
+        for i in layers if isinstance(layers, tuple) else range(len(self.layers))[:layers]:
+            arguments = x, written[i], call, spread[i], cross[i], cache.cross_mask
+            x, written[i] = self.layers[i].step(*arguments)
         states = self._normalize(x, valid).reshape(batch, count + padding, width)
         return states[:, :count] if padding else states, cache.replace(layers=tuple(written))
 
@@ -661,7 +664,7 @@ class DecoderOnly(FamilyModule):
         tokens: Tokens,
         positions: PerRow | None,
         cache: DecoderCache,
-        layers: int | None = None,
+        layers: Layers = None,
         valid: Valid = None,
         nodes: AnyNodes | None = None,
     ) -> tuple[States, DecoderCache]:
@@ -673,7 +676,7 @@ class DecoderOnly(FamilyModule):
         x: States,
         positions: PerRow | None,
         cache: DecoderCache,
-        layers: int | None = None,
+        layers: Layers = None,
         valid: Valid = None,
         nodes: AnyNodes | None = None,
     ) -> tuple[States, DecoderCache]:

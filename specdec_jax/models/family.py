@@ -13,7 +13,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
-from specdec_jax.backends.axes import Encoded, Inputs, Logits, Mask, PerRow, States, Tokens, Valid
+from specdec_jax.backends.axes import (
+    Encoded,
+    Inputs,
+    Layers,
+    Logits,
+    Mask,
+    PerRow,
+    States,
+    Tokens,
+    Valid,
+)
 from specdec_jax.backends.backend import Backend
 from specdec_jax.backends.tree_positions import AnyNodes
 from specdec_jax.files.reading import mismatch_error
@@ -207,7 +217,7 @@ class FamilyModule(nn.Module):
         tokens: Tokens,
         positions: PerRow | None,
         cache: Any,
-        layers: int | None = None,
+        layers: Layers = None,
         valid: Valid = None,
         nodes: AnyNodes | None = None,
     ) -> tuple[States, Any]:
@@ -217,7 +227,8 @@ class FamilyModule(nn.Module):
           tokens: T tokens of each row.
           positions: the first position of each row; None with `nodes`.
           cache: from `prefill`, or an earlier call.
-          layers: number of decoder layers to run, from the first; None: all.
+          layers: which decoder layers run: the first so many, those with the numbers of a tuple,
+            or all (None).
           valid: as for `Network.decode`.
           nodes: where the tokens lie if they are nodes of trees; not given otherwise.
         """

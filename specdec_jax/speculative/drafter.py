@@ -175,10 +175,12 @@ class TreeDrafter(Drafter):
         best first, as in `CHILDREN`. All of `CHILDREN` include a `DynamicTree`.
       reads_nodes: whether `observe` reads what the target returned at all nodes (`Scored.nodes`),
         rejected ones too.
+      tree: the one tree that it drafts, which then need not be given; None: any of its `kinds`.
     """
 
     kinds: ClassVar[Mapping[str, tuple[str, ...]]] = CHILDREN
     reads_nodes: ClassVar[bool] = False
+    tree: ClassVar[Any] = None
 
     def init_tree(
         self,

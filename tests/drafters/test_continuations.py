@@ -106,7 +106,7 @@ def test_a_continuation_that_matches_less_than_is_asked_for_is_not_drafted():
             ids = jnp.array([[[3, 7], [4, 7], [5, -1]]])[:, :count, :length]
             return Found(ids, jnp.array([[3, 1, 2]])[:, :count])
 
-    kept = Fixed()._find_matching((), None, 3, 2)
+    kept = Fixed()._find_matching((), None, 3, 2).ids
     np.testing.assert_array_equal(kept, [[[3, 7], [-1, -1], [5, -1]]])
 
 

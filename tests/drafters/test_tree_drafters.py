@@ -52,6 +52,7 @@ DRAFTERS = {
     "lookup": (TARGET, lambda: sd.PromptLookupDrafter(1)),
     "copy": (TARGET, lambda: sd.PromptLookupDrafter(min_match=0)),
     "assisted": (TARGET, lambda: sd.AssistedNGramDrafter(3)),
+    "recycling": (TARGET, lambda: sd.TokenRecycling(V)),
     "two models": (
         TARGET,
         lambda: sd.MergedDrafter(sd.ModelDrafter(MODEL), sd.ModelDrafter(OTHER)),
@@ -91,7 +92,8 @@ def assert_same(found, expected, rows=slice(None)):
 
 @pytest.mark.slow
 def test_the_table_has_every_drafter_of_trees():
-    exported = {name for name in sd.__all__ if name.endswith(("Drafter", "Cascade"))}
+    ends = "Drafter", "Cascade", "Recycling"  # look-ahead decoding has a tree of its own
+    exported = {name for name in sd.__all__ if name.endswith(ends)}
     assert {type(make()).__name__ for _, make in DRAFTERS.values()} == {
         name for name in exported if issubclass(getattr(sd, name), TreeDrafter)
     }

@@ -116,6 +116,7 @@ def test_heads_of_a_target_with_another_encoder_are_rejected():
 def drafters() -> list:
     model, other = tiny_t5(1), changed(tiny_t5(1), "encoder/layers_0/mlp/wi_0/kernel")
     small, heads = sd.ModelDrafter(tiny_t5(3)), sd.HeadsConfig(1, 16, 24)
+    deeper = tiny_t5(1, decoder_layers=3)
 
     def table(last, **options):
         return sd.NGramDrafter.count([[3, 4, last]], 24, 2, **options)
@@ -147,6 +148,14 @@ def drafters() -> list:
         ),
         *(
             sd.AssistedNGramDrafter(memory=8),
+            sd.TokenRecycling(24),
+            sd.TokenRecycling(24, shared=True),
+            sd.LookaheadDecoding(),
+            sd.LookaheadDecoding(pool=32),
+            sd.GatedDrafter(sd.PromptLookupDrafter(2)),
+            sd.GatedDrafter(sd.PromptLookupDrafter(2), 0.5),
+            sd.EarlyExitDrafter(deeper, (0, 2)),
+            sd.EarlyExitDrafter(deeper, (1, 2)),
             sd.HorizontalCascade(sd.PromptLookupDrafter(), small, 1),
         ),
         *(
