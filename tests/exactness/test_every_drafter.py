@@ -13,6 +13,7 @@ import own_parts
 import pytest
 from eagle_models import random_eagle
 from random_heads_of import random_heads
+from suffix_texts import random_texts
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
@@ -57,6 +58,7 @@ DRAFTERS = {
     "latest": lambda: sd.PromptLookupDrafter(1, prefer="latest"),
     "copy": lambda: sd.PromptLookupDrafter(min_match=0),
     "assisted": lambda: sd.AssistedNGramDrafter(),
+    "suffix": lambda: random_texts(V),
     "random": lambda: sd.RandomDrafter(V),
     "from outside": own_parts.RepeatDrafter,
     "vertical cascade": lambda: sd.VerticalCascade(sd.ModelDrafter(similar()), table(2, False), 2),
@@ -69,7 +71,7 @@ DRAFTERS = {
 # Whose own files test their exactness in the first tier.
 COVERED = (
     *("latest", "shortlist", "parallel", "eagle", "8 bits", "trigrams"),
-    *("vertical cascade", "horizontal cascade", "better of two"),
+    *("vertical cascade", "horizontal cascade", "better of two", "suffix"),
 )
 
 
