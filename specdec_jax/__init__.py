@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares it with the 
     from specdec_jax.drafters.recycling import TokenRecycling
     from specdec_jax.drafters.self_drafting import SelfDrafter
     from specdec_jax.drafters.shortlist import shortlist_from_counts
+    from specdec_jax.drafters.suffix import SuffixDrafter
+    from specdec_jax.drafters.suffix_history import SuffixHistory
     from specdec_jax.models.families import PRESETS
     from specdec_jax.models.gpt import GPTConfig
     from specdec_jax.models.heads import HeadsConfig
@@ -87,6 +89,8 @@ _NAMES = {
     "drafters.recycling": "TokenRecycling",
     "drafters.self_drafting": "SelfDrafter",
     "drafters.shortlist": "shortlist_from_counts",
+    "drafters.suffix": "SuffixDrafter",
+    "drafters.suffix_history": "SuffixHistory",
     "models.families": "PRESETS",
     "models.model_defaults": "ModelDefaults",
     "models.gpt": "GPTConfig",

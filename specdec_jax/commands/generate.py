@@ -38,6 +38,8 @@ from specdec_jax.decoding.search_options import check_beam_options, check_drafti
 from specdec_jax.decoding.stream import Piece, stream
 from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.drafters import named
+from specdec_jax.drafters.suffix import SuffixDrafter
+from specdec_jax.drafters.suffix_history import SuffixHistory
 from specdec_jax.files.progress import Progress, print_line
 from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import check_output, is_pass_through, open_new_file
@@ -185,6 +187,11 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         return bool(self.output_file and not is_pass_through(self.output_file))
 
     @property
+    def remembers(self) -> bool:
+        """Whether a drafter that can may read the outputs of earlier inputs."""
+        return bool(self.drafts and not self.stream)
+
+    @property
     def rows(self) -> int:
         return self.batch_size if self.batch_size is not None else 1 if self.stream else 8
 
@@ -198,7 +205,7 @@ class _Job(NamedTuple):
       outputs: number of outputs for every input.
       source: `Sentences`, or the examples of a task.
       endings: counts how outputs end.
-      learner: what trains the drafter while it drafts, or None.
+      learner: what improves the drafter while it drafts, or None.
     """
 
     options: GenerateOptions
@@ -208,7 +215,7 @@ class _Job(NamedTuple):
     outputs: int
     source: Any
     endings: Endings
-    learner: "OnlineDistillation | None" = None
+    learner: "OnlineDistillation | SuffixHistory | None" = None
 
 
 def run(
@@ -247,8 +254,11 @@ def run(
         checks.check_prompts(
             target, drafts, lengths, np.array(_limit_new_tokens(config, target, lengths))
         )
-    learner = None
-    if options.learn:
+    learner: Any = None
+    if type(drafter) is SuffixDrafter and drafter.text is None and options.remembers:
+        learner = SuffixHistory(target, drafter)
+        drafter = learner.drafter
+    elif options.learn:
         from specdec_jax.training.online import OnlineDistillation
 
         model: Any = drafter  # anything else is rejected
@@ -267,7 +277,8 @@ def run(
         for _ in lines:
             pass
     if learner is not None:
-        print_line(f"--learn: {learner.summary()}")
+        what = "--learn" if options.learn else f"--drafter={options.drafter}"
+        print_line(f"{what}: {learner.summary()}")
     return endings.report(len(source.inputs))
 
 
@@ -398,7 +409,7 @@ def _learned_path(journal: Journal) -> pathlib.Path:
 
 @contextlib.contextmanager
 def _keep_learned(
-    learner: "OnlineDistillation | None", journal: Journal
+    learner: "OnlineDistillation | SuffixHistory | None", journal: Journal
 ) -> Iterator[Callable[[], None]]:
     """Restores what a learner kept, and yields what saves it now and then.
 

@@ -26,7 +26,7 @@ batches and limits: batch_size max_input_length deadline non_finite shard_size
 seqio tasks instead of sentences: task split module_import score_targets tfds_data_dir
 what is measured: repeats widths compare_alpha against suite
 random weights instead of models: preset drafter_preset input_length synthetic_alpha
-the table: order continuations sampled
+the table: order continuations sampled suffix
 training: distill_weight divergence distill_temperature select masks steps warmup_steps decay_steps
   learning_rate batch_tokens buckets matmul_dtype log_every save_every evaluate_every
 settings, cache and errors: gin_file gin_search_paths compilation_cache_dir debug help

@@ -70,7 +70,8 @@ class ModelOptions:
         "a smaller model, named like --target; a folder that `specdec train_heads` or"
         " `specdec train_eagle` wrote;"
         " parallel:FOLDER, a model that drafts all tokens in one call;"
-        " exit:K, the target's first K decoder layers; a table (.npz) that `specdec count` wrote; "
+        " exit:K, the target's first K decoder layers;"
+        " a table (.npz) or sorted text (.suffix) that `specdec count` wrote; "
         + "; ".join(f"{name}: {one.summary}" for name, one in named.WITHOUT_FILES.items())
         + " (default: none, which is autoregressive decoding)",
     )

@@ -243,3 +243,41 @@ def find_best(ids: jax.Array, weights: jax.Array, count: int) -> tuple[jax.Array
         places.append(jnp.where(best[:, 0] > 0, place, -1))
         weights = jnp.where(ids == smallest, 0, weights)
     return jnp.stack(best_ids, axis=1), jnp.stack(places, axis=1)
+
+
+def sum_weights(ids: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns the weights `[N, C]` of candidates, each with those of all candidates of its id."""
+    # Every candidate against every other: a scatter over the vocabulary is a loop on a CPU.
+    equal = ids[:, :, None] == ids[:, None, :]
+    return jnp.sum(jnp.where(equal, weights[:, :, None], 0), axis=1)
+
+
+def follow_passages(
+    ids: Int[Array, "N C G"], weights: Float[Array, "N C"], count: int, least_share: float
+) -> Int[Array, "N K G"]:
+    """Returns what most of the passages that follow a text have in common, by weight.
+
+    A continuation begins with one of the `count` heaviest first ids, and goes on with the heaviest
+    next id of the passages that agree with it so far.
+
+    Args:
+      ids: the passages, −1 where one has ended.
+      weights: what each passage counts for; 0 for one that is not there.
+      count: K, the most continuations.
+      least_share: it ends when the passages that agree with it have less of the total weight.
+    """
+    weights = jnp.where(ids[:, :, 0] < 0, 0, weights)
+    first, _ = find_best(ids[:, :, 0], sum_weights(ids[:, :, 0], weights), count)
+    passages, alive = jnp.repeat(ids, count, axis=0), jnp.repeat(weights, count, axis=0)
+    least = least_share * jnp.sum(alive, axis=1, keepdims=True)
+    chosen, found = first.reshape(-1, 1), []
+    for step in range(ids.shape[2]):
+        here = passages[:, :, step]
+        if step:
+            alive = jnp.where(here < 0, 0, alive)
+            chosen, _ = find_best(here, sum_weights(here, alive), 1)
+        alive = jnp.where(here == chosen, alive, 0)
+        enough = jnp.sum(alive, axis=1, keepdims=True) >= least
+        alive = jnp.where(enough, alive, 0)
+        found.append(jnp.where(enough, chosen, -1)[:, 0])
+    return jnp.stack(found, axis=1).reshape(*first.shape, -1)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cascade_parts import EOS, INPUTS, KEY, LIMITS, PREFIXES, TARGET, V, table
+from suffix_texts import random_texts
 
 import specdec_jax as sd
 from specdec_jax.drafters.continuations import ContinuationDrafter, Found, find_best
@@ -39,6 +40,8 @@ DRAFTERS = {
     "nearest": lambda: sd.PromptLookupDrafter(2),
     "copy": lambda: sd.PromptLookupDrafter(min_match=0),
     "assisted": lambda: sd.AssistedNGramDrafter(3, memory=5),
+    "suffix": lambda: random_texts(V),
+    "suffix, own texts": sd.SuffixDrafter,
     "liar": Liar,
     "liar, one id at a time": lambda: Liar(passages=False),
 }

@@ -13,6 +13,7 @@ import own_parts
 import pytest
 from eagle_models import random_eagle
 from random_heads_of import random_heads
+from suffix_texts import random_texts
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
@@ -59,6 +60,7 @@ DRAFTERS = {
     "assisted": lambda: sd.AssistedNGramDrafter(),
     "recycling": lambda: sd.TokenRecycling(V),
     "gated": lambda: sd.GatedDrafter(sd.PromptLookupDrafter(min_match=0)),
+    "suffix": lambda: random_texts(V),
     "random": lambda: sd.RandomDrafter(V),
     "from outside": own_parts.RepeatDrafter,
     "vertical cascade": lambda: sd.VerticalCascade(sd.ModelDrafter(similar()), table(2, False), 2),
@@ -71,7 +73,7 @@ DRAFTERS = {
 # Whose own files test their exactness in the first tier.
 COVERED = (
     *("latest", "shortlist", "parallel", "eagle", "8 bits", "trigrams", "recycling", "gated"),
-    *("vertical cascade", "horizontal cascade", "better of two"),
+    *("vertical cascade", "horizontal cascade", "better of two", "suffix"),
 )
 
 

@@ -28,6 +28,7 @@ def write_bases(folder: pathlib.Path) -> None:
     """Writes one small sound folder of each kind."""
     from specdec_jax.checkpoints import native_format
     from specdec_jax.drafters.ngram import NGramDrafter
+    from specdec_jax.drafters.suffix import SuffixDrafter
     from specdec_jax.models.heads import HeadsConfig
 
     for name in ("safetensors", "shards", "flax", "pytorch", "orbax", "own"):
@@ -50,6 +51,7 @@ def write_bases(folder: pathlib.Path) -> None:
         pass
     (folder / "table").mkdir()
     NGramDrafter.count([[3, 4, 5], [3, 4]], 8, 2).save(folder / "table" / "table.npz")
+    SuffixDrafter.save_texts(folder / "table" / "texts.suffix", [[3, 4, 5], [3, 4]], 8)
 
 
 @functools.cache
@@ -68,6 +70,8 @@ def read(how: str, folder: pathlib.Path) -> None:
         sd.HeadsDrafter.load(folder, target())
     elif how == "table":
         sd.NGramDrafter.load(folder / "table.npz")
+    elif how == "sorted text":
+        sd.SuffixDrafter.load(folder / "texts.suffix")
     else:
         argv = {
             "figures": ["--records=record.json", "--output=out.html"],
