@@ -1,5 +1,6 @@
 """Reads and writes Hugging Face folders; each family has a module `huggingface_FAMILY.py`."""
 
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from specdec_jax.checkpoints import (
     flax_msgpack,
     huggingface_bart,
+    huggingface_gemma,
     huggingface_gpt,
     huggingface_t5,
     pytorch_files,
@@ -19,11 +21,17 @@ from specdec_jax.files.writing import write_file
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.tokenizers import huggingface_folders
 
-_READERS: tuple[Any, ...] = (huggingface_t5, huggingface_gpt, huggingface_bart)
+_READERS: tuple[Any, ...] = (
+    huggingface_t5,
+    huggingface_gpt,
+    huggingface_bart,
+    huggingface_gemma,
+)
 # By config.json's model_type.
 _READER_OF = {kind: reader for reader in _READERS for kind in reader.ARCHITECTURES}
 WRITERS = {"t5": huggingface_t5}  # by the name of our family
 
+_SPECIAL_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 FLAX = "flax_model.msgpack"
 _PYTORCH = (pytorch_files.WHOLE, pytorch_files.INDEX)
 # The files of weights in transformers' order; it no longer reads Flax's file.
@@ -54,11 +62,11 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
         raise mismatch_error(folder, "no config.json", "one beside the weights")
     options, generation = reading.read_json(path), reading.read_optional_json(generation_path)
     reader = _choose_reader(path, options)
-    options = reader.SPECIAL_IDS.get(options["model_type"], {}) | options
+    options = reader.SPECIAL_IDS.get(options["model_type"], {}) | _nested_ids(path, options)
     files = (generation_path, generation), (path, options)  # the first that gives a value decides
     tensors, notes = _open_tensors(folder)
     config, parameters = reader.open_model(folder, options, tensors)
-    start = _read_ids(files, reader.START) or reader.NO_START
+    start = _read_ids(files, *reader.START) or reader.NO_START
     if len(start) != 1:
         raise mismatch_error(path, f"the start tokens {quote_value(start)}", "one")
     eos_ids = _read_ids(files, "eos_token_id")
@@ -131,9 +139,17 @@ def _unwrap_names(folder: pathlib.Path, tensors: Parameters) -> tuple[Parameters
     return unwrapped, (f"{folder}: {left}, which a wrapper of the saved module added",)
 
 
-def _read_ids(files: tuple[tuple[pathlib.Path, dict], ...], name: str) -> tuple[int, ...] | None:
-    """Returns the id or ids that the first of the files gives under `name`."""
-    for path, content in files:
+def _nested_ids(path: pathlib.Path, options: dict) -> dict:
+    """Returns config.json with the special ids of its decoder's part, where it has one."""
+    decoder = options.get("decoder", {})
+    if not isinstance(decoder, dict):
+        raise mismatch_error(f"{path}: decoder", quote_value(decoder), "an object")
+    return {name: decoder[name] for name in _SPECIAL_IDS if name in decoder} | options
+
+
+def _read_ids(files: tuple[tuple[pathlib.Path, dict], ...], *names: str) -> tuple[int, ...] | None:
+    """Returns the id or ids that the first of the files gives under the first of the names."""
+    for name, (path, content) in itertools.product(names, files):
         if (given := content.get(name)) is not None:
             ids = given if isinstance(given, list) else [given]
             if not all(type(i) is int for i in ids):

@@ -51,6 +51,7 @@ class ModelConfig:
       logits_via_embedding, dropout_rate, matmul_dtype: as in `T5Config`; fields of it may be
         declared only with defaults.
       encoder_dim: as in `T5Config`; None for every other family.
+      encoded_dim: width of what the network's own encoder returns.
       max_positions: the longest sequence of the decoder, prompt and new tokens together; None: no
         limit.
     """
@@ -66,6 +67,10 @@ class ModelConfig:
     @property
     def encoder_dim(self) -> int | None:
         return None
+
+    @property
+    def encoded_dim(self) -> int:
+        return self.emb_dim
 
     @property
     def logits_via_embedding(self) -> bool:
@@ -90,6 +95,14 @@ class ModelConfig:
     def module(self, backend: Backend = Backend()) -> "FamilyModule":
         """Makes the linen module, for a backend; by default in plain XLA, with T5X's weights."""
         raise NotImplementedError
+
+    def block_options(self) -> Any:
+        """Returns the `BlockOptions` that say what the decoder is made of."""
+        raise NotImplementedError
+
+    def encoder_options(self) -> Any:
+        """Returns the `BlockOptions` that say what the encoder is made of."""
+        return self.block_options()
 
     def shared_options(self) -> dict[str, Any]:
         """Returns the `BlockOptions` that have the name of a field or property."""

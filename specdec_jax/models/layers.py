@@ -115,12 +115,17 @@ class Dense(nn.Module):
         x: Float[Array, "..."],
         valid: Valid,
         dropout: Callable,
+        norm: Callable | None = None,
     ) -> Float[Array, "*N F"]:
-        """Returns `residual` + the map of `x`, through dropout unless weights are packed."""
-        if isinstance(self._weight(), PackedWeight):
+        """Returns `residual` + the map of `x`, through dropout unless weights are packed.
+
+        With a `norm` the map's result is normalised first.
+        """
+        if norm is None and isinstance(self._weight(), PackedWeight):
             return self.apply_packed(x, valid, residual=residual)
         width = -1 if residual.size else math.prod(x.shape[residual.ndim - 1 :])  # no −1 of 0
-        return residual + dropout(self(x.reshape(*residual.shape[:-1], width), valid))
+        y = self(x.reshape(*residual.shape[:-1], width), valid)
+        return residual + dropout(y if norm is None else norm(y))
 
     def greedy_token_and_logprob(
         self,
@@ -172,6 +177,29 @@ class RMSNorm(nn.Module):
         return Before("rms", self.get_variable("params", "scale"))
 
 
+class OffsetRMSNorm(nn.Module):
+    """Root-mean-square normalisation times 1 + a parameter, all in float32; ε = 1e-6, as in Gemma.
+
+    `packed` as in `RMSNorm`.
+    """
+
+    dtype: Any = jnp.float32
+    packed: bool = False
+
+    @nn.compact
+    def __call__(self, x: AnyStates, valid: Bool[Array, "*N"] | None = None) -> AnyStates:
+        scale = self.param("scale", nn.initializers.zeros, (x.shape[-1],))
+        if self.packed:
+            return packed_weights.normalize(x, self.before(), valid)
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+        return (x * (1 + scale.astype(jnp.float32))).astype(self.dtype)
+
+    def before(self) -> Before:
+        """Returns this norm as what a packed weight computes before its product."""
+        return Before("rms", 1 + self.get_variable("params", "scale"))
+
+
 class LayerNorm(nn.Module):
     """Normalisation by mean and variance in float32, with scale and bias; ε = 1e-5, as in GPT-2.
 
@@ -208,4 +236,4 @@ class NoNorm:
         return Before("nothing")
 
 
-NORMS = {"rms": RMSNorm, "layer": LayerNorm}
+NORMS = {"rms": RMSNorm, "offset_rms": OffsetRMSNorm, "layer": LayerNorm}

@@ -98,6 +98,24 @@ def make_causal_mask(
     return jnp.arange(slots) <= query_positions[:, None, :, None]
 
 
+def make_window_mask(
+    places: Int[Array, "#B T"], nodes: AnyNodes | None, slots: int, window: int
+) -> Bool[Array, "#B 1 T {slots}"]:
+    """Returns whether a slot's token lies fewer than `window` positions before a query.
+
+    Slots that a causal mask hides, or a mask of nodes, may be True.
+
+    Args:
+      places: positions of the queries.
+      nodes: where the tokens lie if they are nodes of trees, whose slots are not their positions.
+      slots: S, slots of the cache.
+      window: number of positions.
+    """
+    if nodes is not None:
+        return nodes.distances(slots)[:, None] < window
+    return jnp.arange(slots) > places[:, None, :, None] - window
+
+
 def slice_biases(
     positions: PerRow, queries: int, shifted: Float[Array, "shifts H W"], slots: int
 ) -> Float[Array, "B H {queries} {slots}"]:

@@ -281,7 +281,7 @@ def check_model(target: LanguageModel, model: LanguageModel) -> None:
     reads = model.config.encoder_dim
     if reads is not None:
         got = f"a model that reads encoder outputs of width {reads}"
-        width = target.config.emb_dim
+        width = target.config.encoded_dim
         check(reads == width, got, f"the target's width, {width}")
         trained_on = model.encoder_fingerprint
         sound = trained_on is None or trained_on == target.fingerprint  # slow: digests all weights
