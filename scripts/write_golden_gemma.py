@@ -13,7 +13,7 @@ Each model's `io.npz` holds, for B = 4 rows of which three are padded:
     by 4 beams with the defaults of the model's generation_config.json.
 
 transformers 5.4 to 5.24 let an encoder's query see one position more on each side than the window
-of the authors' code and of earlier versions does. Its encoders here are given windows of one less.
+of the authors' code and of earlier versions does: T5Gemmas here are given windows of one less.
 """
 
 import pathlib
@@ -40,6 +40,22 @@ STACK = dict(
     bos_token_id=2,
 )
 NO_CAPS = dict(attn_logit_softcapping=None, final_logit_softcapping=None)
+GEMMA_3 = dict(
+    attn_logit_softcapping=None,
+    rope_parameters=dict(
+        full_attention=dict(rope_type="linear", rope_theta=1000.0, factor=8.0),
+        sliding_attention=dict(rope_type="default", rope_theta=100.0),
+    ),
+)
+IMAGES = dict(
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    image_size=4,
+    patch_size=2,
+)
+EOI = 5  # the id whose embedding is not scaled
 MODELS: dict[str, tuple[str, dict, dict, dict]] = {
     # name: (class, configuration beyond STACK, the encoder's beyond that, generation config)
     "gemma2_capped": (
@@ -81,9 +97,22 @@ MODELS: dict[str, tuple[str, dict, dict, dict]] = {
         dict(num_hidden_layers=1, num_key_value_heads=4),
         dict(length_penalty=0.5),
     ),
+    "gemma3_text": (
+        "Gemma3ForCausalLM",
+        GEMMA_3 | dict(num_hidden_layers=3),
+        {},
+        dict(eos_token_id=[1, 7]),
+    ),
+    "t5gemma2": (
+        "T5Gemma2ForConditionalGeneration",
+        GEMMA_3 | dict(num_hidden_layers=3),
+        dict(num_hidden_layers=2, num_attention_heads=2, intermediate_size=20, sliding_window=5),
+        dict(eos_token_id=[1, 7]),
+    ),
 }
 # For which ids of padding come out, and rows end in several ways.
 SEEDS = dict(gemma2_capped=15, gemma2_plain=41, t5gemma_capped=3, t5gemma_plain=3)
+SEEDS |= dict(gemma3_text=1, t5gemma2=1)
 
 
 def build_model(name: str) -> Any:
@@ -94,8 +123,19 @@ def build_model(name: str) -> Any:
     kind, options, encoder, generation = MODELS[name]
     decoder = STACK | options
     tied = dict(tie_word_embeddings=name not in ("gemma2_plain", "t5gemma_plain"))
-    config_class = getattr(transformers, kind.split("For")[0] + "Config")
-    if "T5" in kind:
+    config_class = getattr(transformers, kind).config_class
+    if "rope_parameters" in decoder and "layer_types" not in decoder:
+        decoder["layer_types"] = ["sliding_attention"] * 2 + ["full_attention"]
+    if "T5Gemma2" in kind:
+        ids = {key: decoder[key] for key in decoder if key.endswith("token_id")}
+        text = decoder | encoder
+        text["layer_types"] = ["sliding_attention", "full_attention"]
+        parts = dict(text_config=text, vision_config=IMAGES, eoi_token_index=EOI)
+        parts |= dict(image_token_index=VOCAB - 1, mm_tokens_per_image=4)
+        config = config_class(
+            encoder=parts, decoder=decoder, image_token_index=VOCAB - 1, **tied, **ids
+        )
+    elif "T5" in kind:
         ids = {key: decoder[key] for key in decoder if key.endswith("token_id")}
         config = config_class(encoder=decoder | encoder, decoder=decoder, **tied, **ids)
     else:
@@ -105,7 +145,7 @@ def build_model(name: str) -> Any:
     model = getattr(transformers, kind)(config).eval()
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
-            spread = 0.1 if "embed_tokens" in key else 0.35
+            spread = 0.1 if "embed_tokens.weight" in key else 0.35
             tensor.copy_((spread * torch.randn_like(tensor)).half().float())
         model.tie_weights()
     ids = dict(pad_token_id=0, bos_token_id=2, eos_token_id=decoder["eos_token_id"])
@@ -126,7 +166,7 @@ def write_model(name: str, folder: pathlib.Path) -> None:
     kinds = dict(dtype=torch.float32, attn_implementation="eager")
     model = type(built).from_pretrained(folder, **kinds).eval()
     decoder_only = not model.config.is_encoder_decoder
-    if not decoder_only:
+    if name.startswith("t5gemma_"):
         model.model.encoder.config.sliding_window -= 1
     rng = np.random.default_rng(0)
     lengths = np.array([LENGTH, 4, 7, 2], np.int32)

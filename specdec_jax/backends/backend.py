@@ -126,7 +126,8 @@ class Backend:
             cache = self.append_nodes(cache, key, value, call.nodes.starts)
         else:
             cache = self.append(cache, key, value, call.positions)
-        return xla.attend(query, cache, call.mask, bias, heads, heads_per_tile), cache
+        how = call.mask, bias, heads, heads_per_tile, call.more
+        return xla.attend(query, cache, *how), cache
 
     def attend_to_encoded(
         self, query: Query, cross: KVCache, mask: Mask, valid: Valid, heads: AttentionShape

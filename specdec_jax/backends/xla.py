@@ -2,13 +2,14 @@
 
 import functools
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from specdec_jax.backends.axes import PerRow, Rotation, Seen, States, Valid
+from specdec_jax.backends.axes import Mask, PerRow, Rotation, Seen, States, Valid
 from specdec_jax.backends.kv_cache import ROWS, KVCache, gather_heads, spread_heads
 from specdec_jax.backends.matmul import choose_precision
 from specdec_jax.backends.tree_positions import AnyNodes
@@ -75,6 +76,8 @@ class DecoderCall(NamedTuple):
       nodes: where the tokens lie if they are nodes of trees, in place of `positions`.
       count: how many tokens are written to the cache; the others fill tiles. None: all.
       rotation: by which queries and keys are rotated (`rotary.py`); None: they are not.
+      more: further keys and values to which every query attends, by the same softmax, and True at
+        those that are tokens; None: none.
     """
 
     positions: PerRow | None
@@ -83,6 +86,7 @@ class DecoderCall(NamedTuple):
     nodes: AnyNodes | None = None
     count: int | None = None  # type: ignore[assignment]
     rotation: Rotation | None = None
+    more: tuple[KVCache, Mask] | None = None
 
 
 Projected = tuple[Float[Array, "..."], ...]  # queries, keys and values, or one joint array of them
@@ -137,11 +141,19 @@ def split_projected(
 
 
 def attend_to_sequence(
-    qkv: Projected, mask: Bool[Array, "#B 1 #T T"], bias: Any, heads: AttentionShape
+    qkv: Projected,
+    mask: Bool[Array, "#B 1 #T T"],
+    bias: Any,
+    heads: AttentionShape,
+    more: tuple[KVCache, Mask] | None = None,
 ) -> States:
-    """Attends to the tokens of the sequences themselves, `[B, T, H·K]`, without a cache."""
+    """Attends to the tokens of the sequences themselves, `[B, T, H·K]`, without a cache.
+
+    `more` as in `DecoderCall`.
+    """
     query, key, value = split_projected(qkv, len(qkv[0]), heads)
-    return attend(divide(query, heads.divisor), KVCache(key, value), mask, bias, heads)
+    query, cache = divide(query, heads.divisor), KVCache(key, value)
+    return attend(query, cache, mask, bias, heads, more=more)
 
 
 def attend(
@@ -151,6 +163,7 @@ def attend(
     bias: Float[Array, "#B heads T S"] | None,
     heads: AttentionShape,
     heads_per_tile: int | None = None,
+    more: tuple[KVCache, Mask] | None = None,
 ) -> States:
     """Returns the output of attention before the last product.
 
@@ -162,13 +175,16 @@ def attend(
       bias: position bias, added to the scores.
       heads: the attention's shape.
       heads_per_tile: as for `split_heads`.
+      more: as in `DecoderCall`; only without a bias.
     """
     side_by_side, batch, sharing = heads_per_tile or 1, query.shape[0], heads.sharing
     query = spread_heads(query, side_by_side)
     query = query if cache.key.ndim == 4 else query[0]
     einsum = functools.partial(jnp.einsum, precision=choose_precision(query.dtype))
-    scores = einsum("...htk,...hsk->...hts", query, cache.key, preferred_element_type=jnp.float32)
-    scores = apply_cap(scores, heads.cap)
+    precise = functools.partial(einsum, preferred_element_type=jnp.float32)
+    caches, mask = ([cache], mask) if more is None else _join_tokens(cache, mask, *more)
+    found = [precise("...htk,...hsk->...hts", query, part.key) for part in caches]
+    scores = apply_cap(found[0] if more is None else jnp.concatenate(found, axis=-1), heads.cap)
     shape, copies = scores.shape, side_by_side * sharing
     if copies > 1:
         mask = jnp.tile(mask, (1, 1, copies if mask.shape[2] > 1 else 1, 1))
@@ -182,17 +198,32 @@ def attend(
     scores = scores if bias is None else scores + bias.astype(jnp.float32)
     weights = jax.nn.softmax(jnp.where(mask, scores, MASKED), axis=-1)
     weights = weights.astype(heads.dtype).reshape(shape)
-    if heads_per_tile is None:
+    if heads_per_tile is None and more is None:
         output = einsum("...hts,...hsk->...thk", weights, cache.value)
     else:
-        precise = functools.partial(einsum, preferred_element_type=jnp.float32)
-        output = precise("...hts,...hsk->...htk", weights, cache.value)
+        parts = [weights] if more is None else jnp.split(weights, [cache.slots], axis=-1)
+        output = functools.reduce(
+            operator.add,
+            [precise("...hts,...hsk->...htk", part, own.value) for part, own in zip(parts, caches)],
+        )
         output = jnp.swapaxes(gather_heads(output, side_by_side).astype(heads.dtype), -3, -2)
     if sharing > 1:  # [sharing · T, H / P, P · K], back in the order of the heads of queries
         count = output.size // (batch * heads.count * heads.features)
         output = output.reshape(batch, sharing, count, heads.kv_heads, heads.features)
         output = output.transpose(0, 2, 3, 1, 4)
     return output.reshape(batch, -1, heads.count * heads.features)
+
+
+def _join_tokens(
+    cache: KVCache, mask: Bool[Array, "#B 1 #T S"], more: KVCache, tokens: Mask
+) -> tuple[list[KVCache], Bool[Array, "B 1 #T SL"]]:
+    """Returns both caches, with as many axes, and a mask of the slots of both."""
+    if cache.key.ndim == 3:
+        more = jax.tree.map(lambda x: x[0], more)
+    seen = tokens[:, None, None]
+    rows = jnp.broadcast_shapes(mask.shape[:3], seen.shape[:3])
+    parts = [jnp.broadcast_to(part, (*rows, part.shape[-1])) for part in (mask, seen)]
+    return [cache, more], jnp.concatenate(parts, axis=-1)
 
 
 def apply_cap(x: Float[Array, "..."], most: float | None) -> Float[Array, "..."]:

@@ -140,11 +140,13 @@ def _unwrap_names(folder: pathlib.Path, tensors: Parameters) -> tuple[Parameters
 
 
 def _nested_ids(path: pathlib.Path, options: dict) -> dict:
-    """Returns config.json with the special ids of its decoder's part, where it has one."""
-    decoder = options.get("decoder", {})
-    if not isinstance(decoder, dict):
-        raise mismatch_error(f"{path}: decoder", quote_value(decoder), "an object")
-    return {name: decoder[name] for name in _SPECIAL_IDS if name in decoder} | options
+    """Returns config.json with the special ids of the part that describes what is decoded."""
+    for part in ("decoder", "text_config"):
+        nested = options.get(part, {})
+        if not isinstance(nested, dict):
+            raise mismatch_error(f"{path}: {part}", quote_value(nested), "an object")
+        options = {name: nested[name] for name in _SPECIAL_IDS if name in nested} | options
+    return options
 
 
 def _read_ids(files: tuple[tuple[pathlib.Path, dict], ...], *names: str) -> tuple[int, ...] | None:

@@ -85,6 +85,10 @@ class BlockOptions:
       encoder_attention: name of the encoder's.
       joins_attention: whether a backend may join the weights of queries, keys and values.
       layer_kinds: what differs between layers, in turn: after the last, the first again.
+      qk_norm: whether queries and keys of each head have a norm of their own.
+      merged_attention: whether the decoder's self-attention attends to the encoder's output too, by
+        one softmax and with the same weights, in place of cross-attention.
+      apart_id: as `apart` in `layers.Embedder`.
       attention_cap, logits_cap: c of scores and of logits c·tanh(x / c); None: as they are.
       cross_attention: whether the decoder attends to an encoder's output.
       relative_buckets: number of buckets and greatest distance of T5's relative bias; None: none.
@@ -138,6 +142,9 @@ class BlockOptions:
     layer_kinds: tuple[LayerKind, ...] = (LayerKind(),)
     attention_cap: float | None = None
     logits_cap: float | None = None
+    qk_norm: bool = False
+    merged_attention: bool = False
+    apart_id: int | None = None
 
     @property
     def attention_shape(self) -> AttentionShape:
@@ -174,14 +181,15 @@ class BlockOptions:
         shared = dict(matmul_dtype=self.matmul_dtype, use_bias=self.use_bias)
         return Dense(features, jnp.dtype(self.dtype), **shared, **options)
 
-    def scale_embedding(self, x: States) -> States:
-        """Returns embeddings of tokens times their factor."""
-        scale = self.embedding_scale
-        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+    def make_embedder(self, packed: bool) -> Embedder:
+        """Makes a table of embeddings of tokens."""
+        shape = self.vocab_size, self.emb_dim, self.embedding_deviation
+        return Embedder(*shape, self.dtype, packed, self.embedding_scale, self.apart_id)
 
-    def make_embedder(self, rows: int, packed: bool, name: str | None = None) -> Embedder:
-        """Makes a table of embeddings."""
-        shape = rows, self.emb_dim, self.embedding_deviation
+    def make_position_table(self, packed: bool, name: str | None = None) -> Embedder:
+        """Makes a table of positions."""
+        assert self.num_positions is not None
+        shape = self.num_positions, self.emb_dim, self.embedding_deviation
         return Embedder(*shape, self.dtype, packed, name=name)
 
     def make_relative_bias(self, bidirectional: bool, **name: str) -> RelativePositionBias:
@@ -254,6 +262,8 @@ class Attention(nn.Module):
         self.out = dense(options.emb_dim, kernel_init=fan_in_normal)
         if options.norm_place == "both":
             self.output_norm = options.make_norm()
+        if options.qk_norm:
+            self.query_norm, self.key_norm = options.make_norm(), options.make_norm()
 
     @property
     def shape(self) -> AttentionShape:
@@ -265,13 +275,17 @@ class Attention(nn.Module):
         if self.joint:
             return (self.qkv(x),)
         query, key, value = self.query(x), self.key(x), self.value(x)
-        if rotation is not None:
-            query, key = (self._rotate(part, rotation) for part in (query, key))
-        return query, key, value
+        normed = self.options.qk_norm
+        query = self._place(query, self.query_norm if normed else None, rotation)
+        return query, self._place(key, self.key_norm if normed else None, rotation), value
 
-    def _rotate(self, x: AnyStates, rotation: Rotation) -> AnyStates:
+    def _place(self, x: AnyStates, norm: Callable | None, rotation: Rotation | None) -> AnyStates:
+        """Returns queries or keys with each head normalised, and rotated."""
+        if norm is None and rotation is None:
+            return x
         by_heads = x.reshape(*x.shape[:-1], -1, self.options.head_dim)
-        return rotate(by_heads, rotation).reshape(x.shape)
+        by_heads = by_heads if norm is None else norm(by_heads)
+        return (by_heads if rotation is None else rotate(by_heads, rotation)).reshape(x.shape)
 
     def _project_after(
         self, norm: Callable, x: AnyStates, valid: Valid, rotation: Rotation | None
@@ -319,14 +333,17 @@ class Attention(nn.Module):
         bias: Bias,
         dropout: Callable,
         rotation: Rotation | None = None,
+        more: tuple[KVCache, Mask] | None = None,
     ) -> States:
-        """Attends within whole sequences, without a cache."""
+        """Attends within whole sequences, without a cache, and to `more` as in `DecoderCall`."""
         qkv = self._project(norm(x), rotation)
-        return self._add(x, xla.attend_to_sequence(qkv, mask, bias, self.shape), None, dropout)
+        attended = xla.attend_to_sequence(qkv, mask, bias, self.shape, more)
+        return self._add(x, attended, None, dropout)
 
     def project_key_value(self, x: Encoded, valid: Mask | None, backend: Backend) -> KVCache:
-        """Returns the keys and values of cross-attention, in the layout of a backend."""
-        return backend.cross_cache(self.key(x, valid), self.value(x, valid), self.shape)
+        """Returns the keys and values of an encoder's output, in the layout of a backend."""
+        key = self._place(self.key(x, valid), self.key_norm if self.options.qk_norm else None, None)
+        return backend.cross_cache(key, self.value(x, valid), self.shape)
 
     def attend_to_encoded(
         self,
@@ -405,7 +422,7 @@ class Encoder(nn.Module):
         if options.relative_buckets and not options.relative_bias_per_layer:
             bias = options.make_relative_bias(True, name="relpos_bias")(length, length)
         if options.num_positions is not None:
-            table = options.make_embedder(options.num_positions, packed, "position_embedder")
+            table = options.make_position_table(packed, "position_embedder")
             x = x + table(jnp.arange(length))
         if options.embedding_norm:
             x = options.make_norm(packed, name="embedding_norm")(x, mask)
@@ -499,7 +516,9 @@ class DecoderLayer(nn.Module):
 
     def cross_cache(self, encoded: Encoded, mask: Mask | None, backend: Backend) -> KVCache:
         """Returns keys and values of the encoder's output, in the layout of a backend."""
-        return self.encoder_decoder_attention.project_key_value(encoded, mask, backend)
+        merged = self.options.merged_attention
+        attention = self._self_attention()[0] if merged else self.encoder_decoder_attention
+        return attention.project_key_value(encoded, mask, backend)
 
     def step(
         self,
@@ -513,6 +532,9 @@ class DecoderLayer(nn.Module):
         """Runs the layer over T queries per row."""
         attention, before, after = self._self_attention()
         dropout = functools.partial(self.dropout, deterministic=True)
+        if self.options.merged_attention:
+            assert cross is not None and cross_mask is not None
+            call, cross = call._replace(more=(cross, cross_mask)), None
         x, cache = attention.attend_to_cache(x, before, cache, call, bias, dropout)
         x = after(x, call.valid)
         return self._finish(x, cross, cross_mask, True, call.valid, self.backend), cache
@@ -532,8 +554,12 @@ class DecoderLayer(nn.Module):
         # Whole sequences need no accelerator's layout of caches.
         backend = self.backend if self.backend.packs_weights else Backend()
         cross = None if encoded is None else self.cross_cache(encoded, None, backend)
-        dropout = functools.partial(self.dropout, deterministic=deterministic)
-        x = after(attention.attend_to_sequence(x, before, mask, bias, dropout, rotation))
+        dropout, more = functools.partial(self.dropout, deterministic=deterministic), None
+        if self.options.merged_attention:
+            assert cross is not None and cross_mask is not None
+            more, cross = (cross, cross_mask), None
+        x = attention.attend_to_sequence(x, before, mask, bias, dropout, rotation, more)
+        x = after(x)
         return self._finish(x, cross, cross_mask, deterministic, None, backend)
 
     def _self_attention(self) -> tuple[Attention, Any, Any]:
@@ -574,7 +600,7 @@ class Decoder(nn.Module):
     def setup(self):
         options, packed = self.options, self.backend.packs_weights
         if options.num_positions is not None:
-            self.position_embedder = options.make_embedder(options.num_positions, packed)
+            self.position_embedder = options.make_position_table(packed)
         if options.relative_buckets and not options.relative_bias_per_layer:
             self.relpos_bias = options.make_relative_bias(False)
         layers = range(options.num_decoder_layers)
@@ -612,7 +638,7 @@ class Decoder(nn.Module):
         """Makes the cache for `rows` inputs; other arguments are as for `FamilyModule.prefill`."""
         shape, backend = self.options.attention_shape, self.backend
         empty = tuple(backend.empty_cache(rows * copies, slots, shape) for _ in self.layers)
-        if not self.options.cross_attention:
+        if not (self.options.cross_attention or self.options.merged_attention):
             return DecoderCache(empty, rules=backend.rules)
 
         cross = tuple(layer.cross_cache(encoded, cross_mask, backend) for layer in self.layers)
@@ -751,7 +777,7 @@ class DecoderOnly(FamilyModule):
     def setup(self):
         options = self.config.block_options()
         packed = self.backend.packs_weights
-        self.token_embedder = options.make_embedder(options.vocab_size, packed)
+        self.token_embedder = options.make_embedder(packed)
         self.decoder = Decoder(options, self.backend)
 
     def prefill(
@@ -790,7 +816,7 @@ class DecoderOnly(FamilyModule):
 
     def embed(self, tokens: Tokens, valid: Valid = None) -> States:
         """Returns the embeddings of the decoder's tokens."""
-        return self.config.block_options().scale_embedding(self.token_embedder(tokens, valid))
+        return self.token_embedder(tokens, valid)
 
     def node_cache(self, cache: DecoderCache, slots: int, positions: int) -> DecoderCache:
         return self.decoder.node_cache(cache, slots, positions)
@@ -818,16 +844,15 @@ class EncoderDecoder(DecoderOnly):
         super().setup()
         options = self.config.encoder_options()
         if options.separate_embeddings:
-            packed = self.backend.packs_weights
-            self.encoder_embedder = options.make_embedder(options.vocab_size, packed)
+            self.encoder_embedder = options.make_embedder(self.backend.packs_weights)
         if options.num_encoder_layers:
             self.encoder = Encoder(options, self.backend)
 
     def encode(self, inputs: Inputs, mask: Mask, deterministic: bool = True) -> Encoded:
         """Runs the encoder on `inputs`, with `mask` True at tokens."""
-        options = self.config.encoder_options()
-        embedder = self.encoder_embedder if options.separate_embeddings else self.token_embedder
-        return self.encoder(options.scale_embedding(embedder(inputs, mask)), mask, deterministic)
+        separate = self.config.encoder_options().separate_embeddings
+        embedder = self.encoder_embedder if separate else self.token_embedder
+        return self.encoder(embedder(inputs, mask), mask, deterministic)
 
     def prefill(
         self,

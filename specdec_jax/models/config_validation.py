@@ -33,8 +33,12 @@ _COUNTS = {
     "num_positions": (1, 100_000_000),
     "num_blocks": (0, 100),
     "pad_id": (0, 10_000_000),
+    "apart_id": (0, 10_000_000),
 }
-_POSITIVE = ("attention_cap", "logits_cap", "query_scalar", "rotary_base")
+_POSITIVE = (
+    *("attention_cap", "logits_cap", "query_scalar"),
+    *("rotary_base", "local_rotary_base", "rotary_factor"),
+)
 _WINDOWS = ("windows", "encoder_windows")  # of layers in turn
 _LARGEST = 1_000_000_000
 _FLAGS = (
@@ -43,6 +47,8 @@ _FLAGS = (
     "relative_bias_per_layer",
     "share_head",
     "separate_embeddings",
+    "qk_norm",
+    "merged_attention",
     "embedding_norm",
     "scale_embedding",
     "logits_bias",

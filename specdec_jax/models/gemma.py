@@ -1,4 +1,4 @@
-"""The Gemma family by configuration: Gemma 2, and T5Gemma with its encoder."""
+"""The Gemma family by configuration: Gemma 2 and 3, and T5Gemma 1 and 2 with their encoders."""
 
 import dataclasses
 import math
@@ -29,7 +29,9 @@ class GemmaConfig(ModelConfig):
         query sees from its own back; 0: all.
       query_scalar: scores are divided by its root.
       attention_cap, logits_cap: c of scores and of logits c·tanh(x / c); None: as they are.
-      rotary_base: θ of the rotary positions.
+      rotary_base, rotary_factor: of the rotary positions, as in `Rotary`.
+      local_rotary_base: θ of layers with a window, without a factor; None: `rotary_base`.
+      qk_norm: whether queries and keys of each head have a norm of their own (Gemma 3).
       mlp_activation: activation of the feed-forward block; "gelu" is the tanh approximation.
       logits_via_embedding: whether the head is the transposed embedding.
       dropout_rate: rate in training.
@@ -49,6 +51,9 @@ class GemmaConfig(ModelConfig):
     attention_cap: float | None = None
     logits_cap: float | None = None
     rotary_base: float = 10_000.0
+    rotary_factor: float = 1.0
+    local_rotary_base: float | None = None
+    qk_norm: bool = False
     mlp_activation: str = "gelu"
     logits_via_embedding: bool = True
     dropout_rate: float = 0.0
@@ -86,6 +91,7 @@ class GemmaConfig(ModelConfig):
             relative_bias_per_layer=False,
             num_positions=None,
             layer_kinds=self._list_kinds(self.windows),
+            qk_norm=self.qk_norm,
             query_divisor=math.sqrt(self.query_scalar),
             attention_cap=self.attention_cap,
             logits_cap=self.logits_cap,
@@ -96,7 +102,11 @@ class GemmaConfig(ModelConfig):
         )
 
     def _list_kinds(self, windows: tuple[int, ...]) -> tuple[LayerKind, ...]:
-        return tuple(LayerKind(window or None, Rotary(self.rotary_base)) for window in windows)
+        local = Rotary(self.local_rotary_base or self.rotary_base)
+        whole = Rotary(self.rotary_base, self.rotary_factor)
+        return tuple(
+            LayerKind(window, local) if window else LayerKind(None, whole) for window in windows
+        )
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return list_shapes(self)
@@ -110,13 +120,19 @@ class GemmaConfig(ModelConfig):
 class T5GemmaConfig(GemmaConfig):
     """The shape of a T5Gemma: a decoder of `GemmaConfig`'s blocks, which attends to an encoder.
 
-    Cross-attention has keys of its own, no positions and no window. Each stack has an embedding.
+    In T5Gemma 1 cross-attention has keys of its own, no positions and no window, and each stack has
+    an embedding. In T5Gemma 2 both are shared.
 
     Attributes:
       num_encoder_layers, encoder_emb_dim, encoder_mlp_dim, encoder_num_heads, encoder_num_kv_heads:
         the encoder's; what is not listed here is the decoder's too.
-      encoder_windows: of the encoder's layers, as `windows`: how many positions a query sees from
-        its own back, and how many from its own ahead.
+      encoder_windows: of the encoder's layers, as `windows`: a query sees as many positions from
+        its own back, and as many from its own ahead; with `merged_attention` half as many from its
+        own back, rounded up, and half as many after its own, rounded down.
+      merged_attention: whether the decoder's self-attention attends to its own tokens and to the
+        encoder's output by one softmax, with the same weights, and all share one embedding
+        (T5Gemma 2).
+      apart_id: id whose embedding is another parameter, which is not scaled; None: none.
     """
 
     num_encoder_layers: int = dataclasses.field(kw_only=True)
@@ -125,6 +141,8 @@ class T5GemmaConfig(GemmaConfig):
     encoder_num_heads: int = dataclasses.field(kw_only=True)
     encoder_num_kv_heads: int = dataclasses.field(kw_only=True)
     encoder_windows: tuple[int, ...] = dataclasses.field(kw_only=True, default=(4096, 0))
+    merged_attention: bool = dataclasses.field(kw_only=True, default=False)
+    apart_id: int | None = dataclasses.field(kw_only=True, default=None)
     family: ClassVar[str] = "t5gemma"
     decoder_only: ClassVar[bool] = False
 
@@ -134,6 +152,11 @@ class T5GemmaConfig(GemmaConfig):
         if self.num_encoder_layers < 1:
             raise FieldError(self, "num_encoder_layers", "got 0, expected at least 1")
         _check_heads(self, "encoder_")
+        if self.merged_attention and self.encoder_emb_dim != self.emb_dim:
+            expected = f"emb_dim = {self.emb_dim} with merged_attention"
+            raise FieldError(
+                self, "encoder_emb_dim", f"got {self.encoder_emb_dim}, expected {expected}"
+            )
 
     @property
     def encoded_dim(self) -> int:
@@ -147,8 +170,10 @@ class T5GemmaConfig(GemmaConfig):
         return dataclasses.replace(
             super().block_options(),
             num_encoder_layers=self.num_encoder_layers,
-            separate_embeddings=True,
-            cross_attention=True,
+            separate_embeddings=not self.merged_attention,
+            cross_attention=not self.merged_attention,
+            merged_attention=self.merged_attention,
+            apart_id=self.apart_id,
         )
 
     def encoder_options(self) -> BlockOptions:
@@ -157,12 +182,17 @@ class T5GemmaConfig(GemmaConfig):
         return dataclasses.replace(
             self.block_options(),
             **{name: getattr(self, f"encoder_{name}") for name in names},
-            layer_kinds=tuple(
-                kind._replace(ahead=(kind.window or 1) - 1)
-                for kind in self._list_kinds(self.encoder_windows)
-            ),
+            layer_kinds=tuple(map(self._reach_ahead, self._list_kinds(self.encoder_windows))),
             embedding_scale=math.sqrt(self.encoder_emb_dim),
         )
+
+    def _reach_ahead(self, kind: LayerKind) -> LayerKind:
+        """Returns a layer's kind with the window of an encoder."""
+        if kind.window is None:
+            return kind
+        if self.merged_attention:
+            return kind._replace(window=(kind.window + 1) // 2, ahead=kind.window // 2)
+        return kind._replace(ahead=kind.window - 1)
 
     @classmethod
     def presets(cls) -> dict[str, "T5GemmaConfig"]:  # type: ignore[override]
@@ -194,7 +224,12 @@ _SIZES = {
     "2b": (2304, 8, 4, 256, 26, 9216),
     "9b": (3584, 16, 8, 256, 42, 14336),
     "27b": (4608, 32, 16, 128, 46, 36864),
+    "3-270m": (640, 4, 1, 256, 18, 2048),
+    "3-1b": (1152, 4, 1, 256, 26, 6912),
+    "3-4b": (2560, 8, 4, 256, 34, 10240),
 }
+_SIZE_FIELDS = "emb_dim num_heads num_kv_heads head_dim num_decoder_layers mlp_dim".split()
+_GEMMA3_SIZES = "270m", "1b", "4b"
 _CAPS: dict[str, Any] = dict(attention_cap=50.0, logits_cap=30.0)
 
 
@@ -217,10 +252,38 @@ def _t5gemma(encoder: str, decoder: str) -> T5GemmaConfig:
     )
 
 
+def _list_gemma3(size: str) -> dict[str, Any]:
+    """Returns the fields of a Gemma 3, or of a stack of a T5Gemma 2."""
+    large = size == "4b"
+    return dict(
+        zip(_SIZE_FIELDS, _SIZES[f"3-{size}"]),
+        vocab_size=262_208 if large else 262_144,
+        windows=(*[1024 if large else 512] * 5, 0),
+        rotary_base=1_000_000.0,
+        rotary_factor=8.0 if large else 1.0,
+        local_rotary_base=10_000.0,
+        qk_norm=True,
+    )
+
+
+def _t5gemma2(size: str) -> T5GemmaConfig:
+    fields = _list_gemma3(size)
+    own = "emb_dim", "mlp_dim", "num_heads", "num_kv_heads", "windows"
+    return T5GemmaConfig(
+        **fields,
+        **{f"encoder_{name}": fields[name] for name in own},
+        num_encoder_layers=fields["num_decoder_layers"],
+        merged_attention=True,
+        apart_id=256_000,
+    )
+
+
 GEMMA_PRESETS = {
     "gemma2/2b": _gemma2("2b"),
     "gemma2/9b": _gemma2("9b"),
     "gemma2/27b": _gemma2("27b", 144),
+    **{f"gemma3/{size}": GemmaConfig(**_list_gemma3(size)) for size in _GEMMA3_SIZES},
 }
 _PAIRS = [(name, name) for name in ("s", "b", "l", "ml", "xl", "2b", "9b")] + [("9b", "2b")]
 T5GEMMA_PRESETS = {f"t5gemma/{first}-{last}": _t5gemma(first, last) for first, last in _PAIRS}
+T5GEMMA_PRESETS |= {f"t5gemma2/{size}-{size}": _t5gemma2(size) for size in _GEMMA3_SIZES}

@@ -26,7 +26,13 @@ _fan_in_truncated = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_n
 class Embedder(nn.Module):
     """An embedding table `[rows, features]`; an index past its end gives the last row.
 
-    With `packed` a CPU's own kernel takes the rows.
+    Attributes:
+      rows, features: the table's shape.
+      deviation: standard deviation at first.
+      dtype: dtype of what it returns.
+      packed: whether a CPU's own kernel takes the rows.
+      scale: number by which rows are multiplied.
+      apart: index whose row in calls is another parameter, which is not scaled; None: none.
     """
 
     rows: int
@@ -34,20 +40,30 @@ class Embedder(nn.Module):
     deviation: float
     dtype: Any = jnp.float32
     packed: bool = False
+    scale: float = 1.0
+    apart: int | None = None
 
     def setup(self):
         shape = (self.rows, self.features)
-        self.embedding = self.param("embedding", nn.initializers.normal(self.deviation), shape)
+        init = nn.initializers.normal(self.deviation)
+        self.embedding = self.param("embedding", init, shape)
+        if self.apart is not None:
+            self.row_apart = self.param("row_apart", init, (self.features,))
 
     def __call__(
         self, indices: Int[Array, "*N"], valid: Bool[Array, "*N"] | None = None
     ) -> Float[Array, "*N F"]:
-        """Returns the rows with these indices."""
+        """Returns the rows with these indices, times the scale."""
         if self.packed:
-            return packed_weights.take_rows(self.embedding, indices, valid)
-        # A drafter may meet ids that it lacks, and a draft may reach past the last position: for
-        # these the default mode would give NaN, which would stay in the cache.
-        return jnp.take(self.embedding, indices, axis=0, mode="clip").astype(self.dtype)
+            rows = packed_weights.take_rows(self.embedding, indices, valid)
+        else:
+            # A drafter may meet ids that it lacks, and a draft may reach past the last position:
+            # for these the default mode would give NaN, which would stay in the cache.
+            rows = jnp.take(self.embedding, indices, axis=0, mode="clip").astype(self.dtype)
+        rows = rows if self.scale == 1 else rows * jnp.asarray(self.scale, rows.dtype)
+        if self.apart is None:
+            return rows
+        return jnp.where(indices[..., None] == self.apart, self.row_apart.astype(rows.dtype), rows)
 
 
 class Dense(nn.Module):

@@ -1,4 +1,4 @@
-"""Gemma 2 and T5Gemma: the numbers and tokens of transformers, planted mistakes, and drafting.
+"""Gemmas and T5Gemmas: the numbers and tokens of transformers, planted mistakes, and drafting.
 
 `scripts/write_golden_gemma.py` describes the files.
 """
@@ -21,6 +21,7 @@ from specdec_jax.models import layers, parameters, weight_layouts
 from specdec_jax.models.network import Network
 
 NAMES = ("t5gemma_capped", "gemma2_capped", "gemma2_plain", "t5gemma_plain")
+NAMES += ("gemma3_text", "t5gemma2")
 pytestmark = pytest.mark.usefixtures("quick")
 
 
@@ -93,7 +94,7 @@ def distance(name, target=None):
 # Against Hugging Face.
 
 
-@pytest.mark.parametrize("name", NAMES)
+@parametrize("name", NAMES, first=2)
 def test_logits_are_transformers(name):
     assert distance(name) < 1e-5
 
@@ -116,6 +117,7 @@ def test_the_golden_rows_are_worth_comparing():
     """A padding id comes out, and rows are longer than the windows and end in several ways."""
     greedy = np.concatenate([golden(name)["greedy"] for name in NAMES])
     assert np.any(greedy == 0) and np.any(greedy == -1)
+    assert np.any(golden("t5gemma2")["decoder_tokens"] == load("t5gemma2").config.apart_id)
     assert len(np.unique(greedy)) > 20
     assert any(model.start_token in model.eos_ids for model in map(load, NAMES))
 
@@ -146,15 +148,28 @@ MISTAKES = {
     "another base": lambda name: rebuild(name, rotary_base=9_000.0),
     "another scale": lambda name: rebuild(name, query_scalar=8.0),
     "another activation": lambda name: rebuild(name, mlp_activation="gelu_exact"),
-    "a wider window of the encoder": lambda name: rebuild(name, encoder_windows=(5, 0)),
-    "a narrower window of the encoder": lambda name: rebuild(name, encoder_windows=(3, 0)),
 }
+ENCODERS = {
+    "a wider window": lambda name: rebuild(name, encoder_windows=(5, 0)),
+    "a narrower window": lambda name: rebuild(name, encoder_windows=(3, 0)),
+}
+SECOND = {
+    "a wider window": lambda name: rebuild(name, encoder_windows=(6, 0)),
+    "a narrower window": lambda name: rebuild(name, encoder_windows=(4, 0)),
+    "another base of windows": lambda name: rebuild(name, local_rotary_base=110.0),
+    "one base": lambda name: rebuild(name, local_rotary_base=None),
+    "no factor": lambda name: rebuild(name, rotary_factor=1.0),
+    "no norm of queries and keys": lambda name: rebuild(name, qk_norm=False),
+    "a scaled row": lambda name: rebuild(name, apart_id=None),
+}
+PLANTED = [("gemma2_capped", MISTAKES, mistake) for mistake in MISTAKES]
+PLANTED += [("t5gemma_capped", ENCODERS, mistake) for mistake in ENCODERS]
+PLANTED += [("t5gemma2", SECOND, mistake) for mistake in SECOND]
 
 
-@parametrize("mistake", MISTAKES, first=1)
-def test_a_planted_mistake_is_found(mistake):
-    name = "t5gemma_capped" if "encoder" in mistake else "gemma2_capped"
-    assert distance(name, MISTAKES[mistake](name)) > 1e-4
+@parametrize("name, table, mistake", PLANTED, first=1)
+def test_a_planted_mistake_is_found(name, table, mistake):
+    assert distance(name, table[mistake](name)) > 1e-4
 
 
 @pytest.mark.slow
@@ -185,7 +200,7 @@ def test_a_key_is_masked_after_the_cap():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["t5gemma_plain", "gemma2_plain"])
+@pytest.mark.parametrize("name", ["t5gemma_plain", "gemma2_plain", "t5gemma2"])
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_accelerators_layouts_of_caches_give_the_same_tokens(name, platform):
     target, backend = rebuild(name), choose_backend(platform)
@@ -221,7 +236,7 @@ def shortlisted(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["t5gemma_capped", "gemma2_capped"])
+@pytest.mark.parametrize("name", ["t5gemma_capped", "gemma2_capped", "t5gemma2"])
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_drafts_change_no_token(kind, name):
     plain = PLAIN | (dict(num_beams=4) if kind == "beams" else {})
@@ -241,7 +256,7 @@ def test_int8_drafts_as_it_decodes(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["t5gemma_capped", "gemma2_capped"])
+@pytest.mark.parametrize("name", ["t5gemma_capped", "gemma2_capped", "t5gemma2"])
 def test_a_job_of_many_inputs_is_what_each_is_alone(name):
     options = PLAIN | dict(drafter=draft(name), gamma=3, batch_size=2)
     outputs = dict(sd.decode_stream(load(name), prompts(name), **options))
@@ -369,6 +384,7 @@ def test_ids_of_the_decoders_part_count_where_nothing_else_says(tmp_path):
 def test_presets_have_the_published_sizes():
     """Billions of parameters, embeddings included, as the papers' tables give them."""
     counts = {"gemma2/2b": 2.6, "gemma2/9b": 9.2, "gemma2/27b": 27.2, "t5gemma/9b-2b": 12.3}
+    counts |= {"gemma3/270m": 0.27, "gemma3/1b": 1.0, "gemma3/4b": 3.9}
     for name, billions in counts.items():
         found = parameters.parameter_count(sd.PRESETS[name]) / 1e9
         assert abs(found - billions) < 0.06, (name, found)

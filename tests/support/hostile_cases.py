@@ -244,6 +244,27 @@ for name in (
     for value in (*NUMBERS[:4], [], {}):
         changes = {"model_type": "marian", "architectures": [], name: value}
         case(f"marian: {name} = {value}", "safetensors", "config.json", edited(**changes))
+for name in (
+    "hidden_size",
+    "num_key_value_heads",
+    "head_dim",
+    "num_hidden_layers",
+    "query_pre_attn_scalar",
+    "sliding_window",
+    "layer_types",
+    "attn_logit_softcapping",
+    "hidden_activation",
+    "rope_parameters",
+    "rope_theta",
+):
+    for value in (*NUMBERS[:4], [], {}, [[]], {"rope_type": []}):
+        if value not in ({}, []) or name not in ("rope_parameters", "rope_theta"):
+            changes = {"model_type": "gemma2", "architectures": [], name: value}
+            case(f"gemma2: {name} = {value}", "safetensors", "config.json", edited(**changes))
+for value in (5, [], {"head_dim": []}, {"text_config": 5}, {"hidden_size": -1}):
+    for kind in ("t5gemma", "t5gemma2"):
+        changes = {"model_type": kind, "architectures": [], "encoder": value}
+        case(f"{kind}: encoder = {value}", "safetensors", "config.json", edited(**changes))
 settings(
     "text",
     "generation_config.json",
