@@ -5,11 +5,17 @@
 
 import functools
 import json
+import os
+import pathlib
 import shutil
+import subprocess
+import sys
 
+import gemma_mesh_run
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from golden_models import GOLDEN
 from tiers import parametrize
 
@@ -19,6 +25,7 @@ from specdec_jax.backends.backend import choose_backend
 from specdec_jax.backends.kv_cache import KVCache
 from specdec_jax.models import layers, parameters, weight_layouts
 from specdec_jax.models.network import Network
+from specdec_jax.tokenizers.vocabularies import TokenizerJsonVocabulary
 
 NAMES = ("t5gemma_capped", "gemma2_capped", "gemma2_plain", "t5gemma_plain")
 NAMES += ("gemma3_text", "t5gemma2")
@@ -212,6 +219,29 @@ def test_accelerators_layouts_of_caches_give_the_same_tokens(name, platform):
         np.testing.assert_array_equal(found, golden(name)["greedy"])
 
 
+@pytest.mark.slow
+def test_meshes_that_divide_the_heads_of_keys_give_the_same_tokens():
+    names = "gemma2_plain", "t5gemma_plain", "t5gemma2"
+    script = pathlib.Path(gemma_mesh_run.__file__)
+    paths = str(GOLDEN.parents[1]), str(script.parent), os.environ.get("PYTHONPATH", "")
+    run = subprocess.run(
+        [sys.executable, str(script), *(str(GOLDEN / "hf_gemma" / name) for name in names)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    for name, found in json.loads(run.stdout.splitlines()[-1]).items():
+        rows = [row[row >= 0][: gemma_mesh_run.LENGTH] for row in golden(name)["greedy"]]
+        expected = [row.tolist() for row in rows]
+        for mesh, tokens in found.items():
+            if name == "t5gemma2" and mesh != "4x1":
+                assert "2 devices on the model axis for num_kv_heads = 1" in tokens
+            else:
+                assert tokens == expected, (name, mesh)
+
+
 # Drafts, streams and jobs.
 
 
@@ -224,10 +254,23 @@ DRAFTERS = {
     "early exit": lambda name: dict(drafter=sd.EarlyExitDrafter(load(name), 1), gamma=2),
     "shortlist": lambda name: dict(drafter=shortlisted(name), gamma=2),
     "prompt lookup": lambda name: dict(drafter=sd.PromptLookupDrafter(), gamma=5),
+    "the target's encoder": lambda name: dict(drafter=without_encoder(name), gamma=3),
     "a drafter in int8": lambda name: dict(
         drafter=sd.ModelDrafter(draft(name).model, int8=True), gamma=3
     ),
 }
+
+
+def without_encoder(name):
+    """A T5's decoder that attends to the output of the target's encoder; else a table."""
+    target = load(name)
+    if target.config.decoder_only:
+        row = golden(name)["greedy"][0]
+        return sd.NGramDrafter.count([row[row >= 0].tolist()], 48, 2)
+    shape = dict(num_heads=2, head_dim=8, num_encoder_layers=0, num_decoder_layers=1, mlp_dim=16)
+    shape |= dict(vocab_size=48, emb_dim=16, encoder_dim=target.config.encoded_dim)
+    ids = dict(start_token=target.start_token, eos_ids=target.eos_ids)
+    return sd.ModelDrafter(sd.LanguageModel.random(sd.T5Config(**shape), **ids))
 
 
 def shortlisted(name):
@@ -262,6 +305,22 @@ def test_a_job_of_many_inputs_is_what_each_is_alone(name):
     outputs = dict(sd.decode_stream(load(name), prompts(name), **options))
     rows = [outputs[i][0].tokens for i in range(4)]
     np.testing.assert_array_equal(pad_rows(name, rows), golden(name)["greedy"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t5gemma_plain", "gemma2_plain"])
+def test_a_stream_is_the_text(name):
+    target = rebuild(name)
+    words = {"<eos>": 2} | {f"w{i}": i for i in range(48) if i != 2}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "w3"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    target.vocabulary = TokenizerJsonVocabulary(tokenizer.to_str(), (2,))
+    options = PLAIN | dict(drafter=draft(name), gamma=3)
+    expected = sd.generate(target, prompts(name), **options).texts
+    texts = [""] * 4
+    for piece in sd.stream(target, prompts(name), **options):
+        texts[piece.row] += piece.text
+    assert texts == expected and all(texts)
 
 
 @pytest.mark.slow
