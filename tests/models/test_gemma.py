@@ -25,6 +25,7 @@ from specdec_jax.backends.backend import choose_backend
 from specdec_jax.backends.kv_cache import KVCache
 from specdec_jax.models import layers, parameters, weight_layouts
 from specdec_jax.models.network import Network
+from specdec_jax.tokenizers import huggingface_folders
 from specdec_jax.tokenizers.vocabularies import TokenizerJsonVocabulary
 
 NAMES = ("t5gemma_capped", "gemma2_capped", "gemma2_plain", "t5gemma_plain")
@@ -438,6 +439,34 @@ def test_ids_of_the_decoders_part_count_where_nothing_else_says(tmp_path):
     path.write_text(json.dumps(options))
     model = sd.load(tmp_path / "model", "float32", say=lambda line: None)
     assert (model.start_token, model.eos_ids) == (5, (6, 8))
+
+
+def test_a_tokenizer_of_gemmas_kind(tmp_path):
+    """Pairs of characters and bytes, spaces that are never stripped, and <bos> before a text."""
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{i:02X}>" for i in range(256))]
+    pieces += ["▁", "t", "h", "e", "th", "the", "<end_of_turn>"]
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    merges = [("t", "h"), ("th", "e")]
+    model = tokenizers.models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(" ", "merged_with_previous")
+    parts = ("Replace", ("▁", " ")), ("ByteFallback", ()), ("Fuse", ())
+    decoders = [getattr(tokenizers.decoders, name)(*given) for name, given in parts]
+    tokenizer.decoder = tokenizers.decoders.Sequence(decoders)
+    pair, special = "<bos> $A <bos> $B", [("<bos>", 2)]
+    template = tokenizers.processors.TemplateProcessing("<bos> $A", pair, special)
+    tokenizer.post_processor = template
+    tokenizer.add_special_tokens([*pieces[:4], "<end_of_turn>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    options = {"tokenizer_class": "GemmaTokenizer", "eos_token": "<eos>", "bos_token": "<bos>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    vocabulary = huggingface_folders.open_folder(tmp_path, (1, 266))
+    assert (vocabulary.eos_ids, vocabulary.pad_id) == ((1, 266), 0)
+    for text in (" the", "the  é\n", "the<end_of_turn>"):
+        found = vocabulary.encode_input(text)
+        assert found == tokenizer.encode(text).ids and found[0] == 2
+        assert vocabulary.decode(found) == text
 
 
 def test_presets_have_the_published_sizes():
