@@ -76,7 +76,8 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
     # its `task_specific_params` count only where a caller asks for them.
     source, content = files[0 if generation_path.exists() else 1]
     defaults = ModelDefaults.read(content, source)
-    notes = (*notes, *defaults.lines(folder, source.name))
+    own = getattr(reader, "list_notes", lambda folder, tensors: ())
+    notes = (*notes, *own(folder, tensors), *defaults.lines(folder, source.name))
     return Checkpoint(config, parameters, vocabulary, start[0], eos_ids, None, defaults, notes)
 
 

@@ -198,8 +198,8 @@ def _read_windows(path: pathlib.Path, options: dict, kind: _Kind, layers: Any) -
 
 
 _HEADS = "lm_head.weight", "lm_head.out_proj.weight"
-# Buffers of old files, and what reads images.
-_UNUSED = re.compile(r".*rotary_emb\.inv_freq|(encoder\.)?(vision_tower|multi_modal_projector)\..*")
+_BUFFERS = re.compile(r".*rotary_emb\.inv_freq")  # of old files
+_IMAGES = re.compile(r"(encoder\.)?(vision_tower|multi_modal_projector)\..*")
 _PREFIXES = re.compile(r"^(model\.|language_model\.)+")  # some versions of a class have them
 _PARTS = {
     "decoder_norm": "norm",
@@ -265,7 +265,7 @@ def _rename_tensors(folder: pathlib.Path, config: GemmaConfig, given: Parameters
         short = _shorten(name)
         if short in tensors:
             raise mismatch_error(folder, f"two tensors that are {short} without a prefix", "one")
-        if not _UNUSED.fullmatch(short):
+        if not _BUFFERS.fullmatch(short) and not _IMAGES.fullmatch(short):
             tensors[short] = tensor
     if getattr(config, "merged_attention", False):
         _merge_copies(folder, tensors)
@@ -282,6 +282,13 @@ def _rename_tensors(folder: pathlib.Path, config: GemmaConfig, given: Parameters
                 f"{folder}: {_HEADS[not config.decoder_only]}", "another", expected
             )
     return renamed | tensors
+
+
+def list_notes(folder: pathlib.Path, tensors: Parameters) -> tuple[str, ...]:
+    """Returns a line about tensors that are left out."""
+    count = sum(bool(_IMAGES.fullmatch(_shorten(name))) for name in tensors)
+    line = f"{folder}: left out {count} tensors that read images; inputs are text"
+    return (line,) if count else ()
 
 
 def _shorten(name: str) -> str:

@@ -15,6 +15,7 @@ import gemma_mesh_run
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 import tokenizers
 from golden_models import GOLDEN
 from tiers import parametrize
@@ -426,6 +427,38 @@ def test_what_is_not_supported_is_rejected_in_one_line(case, tmp_path):
     with pytest.raises(ValueError, match=expected) as caught:
         sd.load(tmp_path / "model", "float32", say=lambda line: None)
     assert len(str(caught.value).splitlines()) == 1
+
+
+IMAGES = {
+    "old": ("language_model.", "vision_tower."),
+    "new": ("model.language_model.", "model.vision_tower."),
+}
+
+
+@pytest.mark.parametrize("form", IMAGES)
+def test_the_texts_part_of_a_gemma_3_with_images_is_read(form, tmp_path):
+    shutil.copytree(GOLDEN / "hf_gemma" / "gemma3_text", tmp_path / "model")
+    path, weights = (tmp_path / "model" / name for name in ("config.json", "model.safetensors"))
+    text = json.loads(path.read_text())
+    rope = text.pop("rope_parameters")
+    whole = rope["full_attention"]
+    text |= dict(rope_theta=whole["rope_theta"], sliding_window_pattern=3, layer_types=None)
+    text |= dict(rope_scaling=dict(rope_type="linear", factor=whole["factor"]))
+    text |= dict(rope_local_base_freq=rope["sliding_attention"]["rope_theta"])
+    options = dict(model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"])
+    path.write_text(json.dumps(options | dict(text_config=text, vision_config={})))
+    before, images = IMAGES[form]
+    tensors = safetensors.numpy.load_file(weights)
+    short = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    inner = "model." if form == "old" else ""
+    tensors = {f"{before}{inner}{name}": tensor for name, tensor in short.items()}
+    extra = {f"{images}weight": np.zeros(3, np.float32)}
+    safetensors.numpy.save_file(tensors | extra, weights)
+    lines, expected = [], load("gemma3_text")
+    model = sd.load(tmp_path / "model", "float32", say=lines.append)
+    assert any("left out 1 tensors that read images" in line for line in lines)
+    assert model.config == expected.config and model.fingerprint == expected.fingerprint
+    assert model.start_token == expected.start_token and model.eos_ids == expected.eos_ids
 
 
 def test_ids_of_the_decoders_part_count_where_nothing_else_says(tmp_path):
