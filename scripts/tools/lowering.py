@@ -149,7 +149,7 @@ class Case:
         few: dict[str, Any] = {}
         if self.layers:
             few = {"num_encoder_layers": 1, "num_decoder_layers": self.layers}
-        config = dataclasses.replace(PRESETS[preset], dtype="bfloat16", **few)
+        config = PRESETS[preset].replace(dtype="bfloat16", **few)
 
         def build():
             params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
