@@ -258,11 +258,16 @@ for name in (
     "rope_theta",
 ):
     for value in (*NUMBERS[:4], [], {}, [[]], {"rope_type": []}):
-        if value not in ({}, []) or name not in ("rope_parameters", "rope_theta"):
+        numbers = "query_pre_attn_scalar", "rope_theta", "attn_logit_softcapping"
+        is_empty = name == "rope_parameters" and value in ({}, [])
+        if not is_empty and (name not in numbers or value != 1.5):  # which are sound
             changes = {"model_type": "gemma2", "architectures": [], name: value}
             case(f"gemma2: {name} = {value}", "safetensors", "config.json", edited(**changes))
-for value in (5, [], {"head_dim": []}, {"text_config": 5}, {"hidden_size": -1}):
-    for kind in ("t5gemma", "t5gemma2"):
+for kind, values in {
+    "t5gemma": (5, [], {"head_dim": []}, {"hidden_size": -1}, {"layer_types": [[]]}),
+    "t5gemma2": (5, [], {"text_config": 5}, {"text_config": {"hidden_size": -1}}),
+}.items():
+    for value in values:
         changes = {"model_type": kind, "architectures": [], "encoder": value}
         case(f"{kind}: encoder = {value}", "safetensors", "config.json", edited(**changes))
 settings(
