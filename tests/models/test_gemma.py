@@ -108,6 +108,28 @@ def test_logits_are_transformers(name):
     assert distance(name) < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t5gemma2", "gemma2_capped", "t5gemma_plain"])
+def test_a_row_alone_has_the_same_tokens(name):
+    """Its caches have no axis of rows."""
+    for row, expected in zip(prompts(name)[1:3], golden(name)["greedy"][1:3]):
+        for options in ({}, dict(drafter=draft(name), gamma=3)):
+            found = sd.generate(load(name), [row], **options, **PLAIN)
+            np.testing.assert_array_equal(
+                found.tokens[0, : found.lengths[0]], expected[expected >= 0]
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_is_near_float32(name):
+    folder = GOLDEN / "hf_gemma" / name
+    target = sd.load(folder, "bfloat16", say=lambda line: None)
+    expected = golden(name)["logits"]
+    error = np.abs(np.float32(logits(name, target)) - expected)
+    assert 1e-4 < error.mean() < 0.03 * np.abs(expected).max()
+
+
 @parametrize("name", NAMES, first=1)
 def test_greedy_tokens_are_transformers(name):
     expected = golden(name)["greedy"]
@@ -254,6 +276,7 @@ DRAFTERS = {
     ),
     "beams": lambda name: dict(drafter=draft(name), gamma=2, num_beams=4),
     "early exit": lambda name: dict(drafter=sd.EarlyExitDrafter(load(name), 1), gamma=2),
+    "any layers": lambda name: dict(drafter=sd.EarlyExitDrafter(load(name), [1]), gamma=2),
     "shortlist": lambda name: dict(drafter=shortlisted(name), gamma=2),
     "prompt lookup": lambda name: dict(drafter=sd.PromptLookupDrafter(), gamma=5),
     "the target's encoder": lambda name: dict(drafter=without_encoder(name), gamma=3),
