@@ -3,13 +3,14 @@
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
 
 from specdec_jax.checkpoints.stored_tensor import FLOATS, Parameters, StoredTensor, fill_rows
 from specdec_jax.files import reading
+from specdec_jax.files.places import AnyPath, FolderCopy
 from specdec_jax.files.reading import PathLike, mismatch_error
 from specdec_jax.files.writing import write_file
 
@@ -23,10 +24,32 @@ _STRUCTURE_BYTES = 1 << 24
 _COMMIT_BYTES = 1 << 28  # arrays of this size are held, and written to a database together
 
 
+def open_base(folder: AnyPath, below: Collection[str] = ("",)) -> tuple[dict, FolderCopy | None]:
+    """Returns TensorStore's spec of a folder, whose path ends with a slash, and the copy behind it.
+
+    TensorStore itself reads this machine and `gs://`, and only what is asked for. From any other
+    store the files and folders `below` are copied first.
+    """
+    if isinstance(folder, pathlib.Path):
+        # A file:// URL would need '#', '?' and '%' of the path to be quoted.
+        return {"driver": "file", "path": f"{folder.resolve()}/"}, None
+    if folder.scheme in ("gs", "gcs"):
+        bucket, _, path = str(folder).partition("://")[2].partition("/")
+        return {"driver": "gcs", "bucket": bucket, "path": f"{path}/" if path else ""}, None
+    copy = FolderCopy(folder, below)
+    return open_base(copy.path)[0], copy
+
+
 def open_array(
-    spec: dict, name: str, path: PathLike, dtypes: tuple[str, ...] = FLOATS
+    spec: dict,
+    name: str,
+    path: PathLike,
+    dtypes: tuple[str, ...] = FLOATS,
+    copy: FolderCopy | None = None,
 ) -> StoredTensor:
     """Opens the array of a TensorStore spec; reads only its metadata.
+
+    The tensor keeps `copy`, which has the array's files, if any.
 
     Raises:
       ValueError: there is no such array, its dtype is none of `dtypes`, or its chunks, which are
@@ -72,7 +95,17 @@ def open_array(
 
         return fill_rows(shape, read_rows, dtype, transpose, multiple=rows)
 
-    return StoredTensor(shape, read, stored, read_part=read_part)
+    return StoredTensor(shape, read, stored, read_part=read_part, copy=copy)
+
+
+def open_zarr(folder: AnyPath, folders: dict[str, str]) -> Parameters:
+    """Opens arrays by their names; `folders` has each one's own folder, from `folder` on."""
+    base, copy = open_base(folder, folders.values()) if folders else ({}, None)
+    specs = {
+        name: {"driver": "zarr", "kvstore": base | {"path": f"{base['path']}{array}/"}}
+        for name, array in folders.items()
+    }
+    return {name: open_array(specs[name], name, folder, copy=copy) for name in specs}
 
 
 def _shorten_message(error: ValueError) -> str:
@@ -81,7 +114,7 @@ def _shorten_message(error: ValueError) -> str:
     return text.split(" [source locations=")[0].strip()
 
 
-def read_structure(folder: pathlib.Path) -> tuple[list[tuple[str, ...]], str]:
+def read_structure(folder: AnyPath) -> tuple[list[tuple[str, ...]], str]:
     """Returns the paths of all leaves of an Orbax folder, and TensorStore's driver for them."""
     path = folder / "_METADATA"
     if not path.exists():
@@ -97,7 +130,7 @@ def read_structure(folder: pathlib.Path) -> tuple[list[tuple[str, ...]], str]:
 
 
 def open_ocdbt(
-    folder: pathlib.Path,
+    folder: AnyPath,
     prefix: tuple[str, ...] = (),
     allowed_dtypes: Callable[[str], tuple[str, ...]] | None = None,
 ) -> Parameters:
@@ -109,15 +142,15 @@ def open_ocdbt(
     reading.check_folder(folder)
     for manifest in folder.rglob("manifest.*"):  # which is read whole, unlike the data
         reading.check_file(manifest, _STRUCTURE_BYTES)
-    # A file:// URL would need '#', '?' and '%' of the path to be quoted.
-    base, tensors = {"driver": "file", "path": f"{folder.resolve()}/"}, {}
+    (base, copy), tensors = open_base(folder), {}
     for path in paths:
         if path[: len(prefix)] != prefix:
             continue
         name = "/".join(path[len(prefix) :])
         kvstore = {"driver": "ocdbt", "base": base, "path": ".".join(path) + "/"}
         dtypes = allowed_dtypes(name) if allowed_dtypes else FLOATS
-        tensors[name] = open_array({"driver": driver, "kvstore": kvstore}, name, folder, dtypes)
+        spec = {"driver": driver, "kvstore": kvstore}
+        tensors[name] = open_array(spec, name, folder, dtypes, copy)
     return tensors
 
 
