@@ -236,7 +236,6 @@ class _Job(NamedTuple):
       target, drafter: the models.
       outputs: number of outputs for every input.
       source: `Sentences`, or the examples of a task.
-      numbers: numbers of the inputs that are decoded.
       endings: counts how outputs end.
       learner: what improves the drafter while it drafts, or None.
     """
@@ -247,9 +246,13 @@ class _Job(NamedTuple):
     drafter: Drafter | None
     outputs: int
     source: Any
-    numbers: range
     endings: Endings
     learner: "OnlineDistillation | SuffixHistory | None" = None
+
+    @property
+    def numbers(self) -> range:
+        """Numbers of the inputs that are decoded."""
+        return self.options.choose_numbers(len(self.source.inputs))
 
 
 def run(
@@ -302,7 +305,7 @@ def run(
         expected = config.num_samples * len(numbers)  # of a search the best hypotheses
         learner = OnlineDistillation(target, model, expected=expected)
         drafter = learner.drafter
-    job = _Job(options, config, target, drafter, outputs, source, numbers, endings, learner)
+    job = _Job(options, config, target, drafter, outputs, source, endings, learner)
     if options.resumes:
         _write_file(job, on_start)
     elif options.stream:
@@ -404,7 +407,7 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
     file is written, so that a kill in between leaves the journal; if they fail the file is written
     all the same.
     """
-    options, config, target, drafter, _, source, numbers, endings, learner = job
+    options, config, target, drafter, _, source, endings, learner = job
     inputs, key = source.inputs, make_key(options.seed)
     assert options.output_file
     rows = continuous_batching.choose_batch_size(target, options.rows, len(inputs))
@@ -413,7 +416,7 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
     measures = config.gamma == "auto" and config.tree is None
     measured = {"costs": _costs_record(autotune.autotune(plan))} if measures else {}
     settings = _deciding_options(options, target, drafter, source.contents)
-    start = numbers.start
+    numbers, start = job.numbers, job.numbers.start
     with Journal(options.output_file, settings, len(numbers), measured, start) as journal:
         on_start()
         if measured:

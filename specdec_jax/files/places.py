@@ -164,8 +164,10 @@ class RemotePath:
             if pathlib.PurePosixPath(name).match(pattern):
                 yield self / name
 
-    def list_files(self) -> list[tuple[str, int]]:
+    def list_files(self) -> list[tuple[str, int | None]]:
         """Returns path and size of all files in the folder and its subfolders.
+
+        A size is None where the listing does not give it, as over `http://`.
 
         Raises:
           ValueError: there are too many, or a path leads out of the folder.
@@ -173,7 +175,7 @@ class RemotePath:
         with _name_errors(self._url, ValueError, "a folder"):
             found = self._store.system.find(self._key, detail=True)
         files = [
-            (key.removeprefix(self._key).lstrip("/"), int(entry["size"] or 0))
+            (key.removeprefix(self._key).lstrip("/"), entry.get("size"))
             for key, entry in found.items()
         ]
         if len(files) > _MOST_FILES:
@@ -231,11 +233,12 @@ class RemotePath:
             data[begin - start : end - start] = part
         return data
 
-    def download(self, sizes: dict[str, int], folder: pathlib.Path) -> None:
+    def download(self, sizes: dict[str, int | None], folder: pathlib.Path) -> None:
         """Copies files of this folder, or the file itself, to a folder on this machine.
 
         Args:
-          sizes: size of each file by its path from here on, "" for the file itself.
+          sizes: size of each file, as far as it is known, by its path from here on, "" for the
+            file itself.
           folder: where the copies get the same paths, and the file its own name.
         """
         remote = {name: self / name for name in sizes}
@@ -246,10 +249,10 @@ class RemotePath:
             keys = [path._key for path in remote.values()]
             self._store.system.get(keys, list(map(str, copies.values())))
         for name, copy in copies.items():
-            got = copy.stat().st_size if copy.is_file() else 0
-            if got != sizes[name]:
-                expected = f"{sizes[name]:,} (truncated?)"
-                raise ValueError(f"{remote[name]}: got {got:,} bytes, expected {expected}")
+            got, expected = copy.stat().st_size if copy.is_file() else 0, sizes[name]
+            if expected is not None and got != expected:
+                what = f"got {got:,} bytes, expected {expected:,} (truncated?)"
+                raise ValueError(f"{remote[name]}: {what}")
 
     # Writing. Errors are OSErrors of one line, as those of a disk.
 
@@ -504,7 +507,7 @@ class FolderCopy:
         with contextlib.ExitStack() as stack:
             cache = user_cache.private_folder("remote")
             self.path = stack.enter_context(user_cache.scratch_folder(cache))
-            size, free = sum(sizes.values()), shutil.disk_usage(cache).free
+            size, free = sum(size or 0 for size in sizes.values()), shutil.disk_usage(cache).free
             if size > free:
                 got = f"{size / 1e9:.2f} GB to copy into {cache}"
                 raise ValueError(f"{folder}: got {got}, expected at most its {free / 1e9:.2f} GB")

@@ -9,7 +9,7 @@ import stores
 from stores import FailingStore, list_urls, upload
 
 import specdec_jax as sd
-from specdec_jax.checkpoints import loader, safetensors_files, tensorstore_arrays
+from specdec_jax.checkpoints import loader, safetensors_files
 from specdec_jax.files.places import make_path
 from specdec_jax.models.parameters import flatten
 from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary
@@ -151,12 +151,6 @@ def test_a_store_that_fails_midway_ends_in_one_line(form, how, tmp_path):
             assert "failing://models/m" in text and len(text.splitlines()) == 1, text
             failures += 1
     assert failures > 0
-
-
-def test_gs_is_read_by_tensorstore_itself():
-    pytest.importorskip("gcsfs")
-    spec, copy = tensorstore_arrays.open_base(make_path("gs://bucket/a/m"))
-    assert spec == {"driver": "gcs", "bucket": "bucket", "path": "a/m/"} and copy is None
 
 
 def test_an_outline_of_a_remote_file_is_checked_like_a_local_one(tmp_path):
