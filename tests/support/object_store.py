@@ -120,14 +120,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer(200, {"items": items, "prefixes": sorted(prefixes)})
 
     def _download(self, path):
-        data, status, headers = path.read_bytes(), 200, {}
+        size, status, headers = path.stat().st_size, 200, {}
+        start, stop = 0, size
         if given := self.headers.get("Range"):
             first, _, last = given.removeprefix("bytes=").partition("-")
-            start, stop = int(first), min(int(last or len(data)) + 1, len(data))
-            if start >= len(data) and data:
+            start, stop = int(first), min(int(last or size) + 1, size)
+            if start >= size > 0:
                 return self._fail(416)
-            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
-            data, status = data[start:stop], 206
+            headers["Content-Range"], status = f"bytes {start}-{stop - 1}/{size}", 206
+        with open(path, "rb") as file:
+            file.seek(start)
+            data = file.read(stop - start)
         headers |= {"Accept-Ranges": "bytes", "x-goog-generation": path.stat().st_mtime_ns}
         if self.command == "GET":
             self.store.left -= 1
