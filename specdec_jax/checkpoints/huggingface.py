@@ -16,6 +16,7 @@ from specdec_jax.checkpoints import (
 )
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, Parameters, Report
 from specdec_jax.files import reading
+from specdec_jax.files.places import AnyPath
 from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.model_defaults import ModelDefaults
@@ -41,17 +42,17 @@ _WEIGHTS = (safetensors_files.WHOLE, safetensors_files.INDEX, *_PYTORCH, FLAX)
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-def is_folder(folder: pathlib.Path) -> bool:
+def is_folder(folder: AnyPath) -> bool:
     """Returns whether `folder` has a config.json, or weights under a name of Hugging Face's."""
     return (folder / "config.json").exists() or bool(list_weights(folder))
 
 
-def list_weights(folder: pathlib.Path) -> list[str]:
+def list_weights(folder: AnyPath) -> list[str]:
     """Returns the files of weights that `folder` has; the first one counts."""
     return [name for name in _WEIGHTS if (folder / name).exists()]
 
 
-def open_folder(folder: pathlib.Path) -> Checkpoint:
+def open_folder(folder: AnyPath) -> Checkpoint:
     """Opens a Hugging Face folder without reading its parameters.
 
     Raises:
@@ -81,7 +82,7 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
     return Checkpoint(config, parameters, vocabulary, start[0], eos_ids, None, defaults, notes)
 
 
-def _choose_reader(path: pathlib.Path, options: dict) -> Any:
+def _choose_reader(path: AnyPath, options: dict) -> Any:
     """Returns the module of the family that config.json names."""
     kind, architectures = options.get("model_type"), options.get("architectures") or []
     reader = _READER_OF.get(kind) if isinstance(kind, str) else None
@@ -95,7 +96,7 @@ def _choose_reader(path: pathlib.Path, options: dict) -> Any:
     return reader
 
 
-def _open_tensors(folder: pathlib.Path) -> tuple[Parameters, tuple[str, ...]]:
+def _open_tensors(folder: AnyPath) -> tuple[Parameters, tuple[str, ...]]:
     """Returns every tensor by PyTorch's name, and lines about what was left out of the names.
 
     Raises:
@@ -122,7 +123,7 @@ def _rename_flax(parameters: Parameters) -> Parameters:
     return tensors
 
 
-def _unwrap_names(folder: pathlib.Path, tensors: Parameters) -> tuple[Parameters, tuple[str, ...]]:
+def _unwrap_names(folder: AnyPath, tensors: Parameters) -> tuple[Parameters, tuple[str, ...]]:
     """Returns the tensors without wrappers' parts in their names, and a line if there were any."""
     unwrapped: Parameters = {}
     wrappers: dict[str, None] = {}
@@ -140,7 +141,7 @@ def _unwrap_names(folder: pathlib.Path, tensors: Parameters) -> tuple[Parameters
     return unwrapped, (f"{folder}: {left}, which a wrapper of the saved module added",)
 
 
-def _nested_ids(path: pathlib.Path, options: dict) -> dict:
+def _nested_ids(path: AnyPath, options: dict) -> dict:
     """Returns config.json with the special ids of the part that describes what is decoded."""
     for part in ("decoder", "text_config"):
         nested = options.get(part, {})
@@ -150,7 +151,7 @@ def _nested_ids(path: pathlib.Path, options: dict) -> dict:
     return options
 
 
-def _read_ids(files: tuple[tuple[pathlib.Path, dict], ...], *names: str) -> tuple[int, ...] | None:
+def _read_ids(files: tuple[tuple[AnyPath, dict], ...], *names: str) -> tuple[int, ...] | None:
     """Returns the id or ids that the first of the files gives under the first of the names."""
     for name, (path, content) in itertools.product(names, files):
         if (given := content.get(name)) is not None:

@@ -14,8 +14,8 @@ from absl.flags import Flag, FlagValues
 _GROUPS = """
 models: target drafter drafter_shape vocabulary dtype quantize gated_activation mesh shard_drafter
   shortlist_size shortlist drafter_int8
-input and output: records source format input_file limit sweep output_file output config json plot
-  report picture trace stream source_files validation_files data_dir output_dir max_sources
+input and output: records source format input_file limit sweep output_file shard output config json
+  plot report picture trace stream source_files validation_files data_dir output_dir max_sources
 drafting and verifying: gamma gamma_max gamma_policy gamma_settings tree tree_nodes verifier
   choose_verifier lenience typical_epsilon typical_delta drafter_sampling learn
 sampling and lengths: greedy samples generation_config temperature top_k top_p min_p seed

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 from typing import Any
 
 import numpy as np
@@ -277,8 +276,3 @@ def check_at_least(minimum: int, **values: int) -> None:
     for name, value in values.items():
         if value < minimum:
             raise ValueError(f"{name}: got {value}, expected at least {minimum}")
-
-
-def is_same_file(path: str, other: str) -> bool:
-    """Returns whether both paths exist and are the same file."""
-    return all(map(os.path.exists, (path, other))) and os.path.samefile(path, other)

@@ -1,6 +1,5 @@
 """Makes drafters from their names on the command line: `lookup`, `exit:3`, a table, a folder …."""
 
-import pathlib
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from specdec_jax.drafters.recycling import TokenRecycling
 from specdec_jax.drafters.self_drafting import SelfDrafter
 from specdec_jax.drafters.suffix import SuffixDrafter
 from specdec_jax.drafters.traced_target import TracedExit, TracedHeads, TracedSelf
+from specdec_jax.files import places
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
@@ -91,12 +91,12 @@ def make_named_drafter(
         return NGramDrafter.load(name, target.vocabulary)
     if name.endswith(SORTED):
         return SuffixDrafter.load(name, target.vocabulary)
-    if native_format.is_folder(pathlib.Path(name), "heads"):
+    if native_format.is_folder(places.make_path(name), "heads"):
         return HeadsDrafter.load(name, target)
     if name.startswith(PARALLEL):
         return ParallelDrafter(load(name.removeprefix(PARALLEL)))
-    if native_format.is_folder(pathlib.Path(name), "eagle"):
-        return EagleDrafter.load(name, target, load(str(pathlib.Path(name, "model"))))
+    if native_format.is_folder(places.make_path(name), "eagle"):
+        return EagleDrafter.load(name, target, load(str(places.make_path(name) / "model")))
     return reduced(load(name))
 
 
@@ -128,10 +128,10 @@ def make_traced_drafter(
         return texts
     if name.startswith(PARALLEL):
         return ParallelDrafter(load(name.removeprefix(PARALLEL)).model)
-    if native_format.is_folder(pathlib.Path(name), "eagle"):
+    if native_format.is_folder(places.make_path(name), "eagle"):
         got = f"{name}, which reads the states of the target it was trained on"
         raise ValueError(f"drafter: got {got}, expected another kind for a target under jit")
-    heads = native_format.is_folder(pathlib.Path(name), "heads")
+    heads = native_format.is_folder(places.make_path(name), "heads")
     return TracedHeads(name, config) if heads else load(name)
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.drafters.sorted_text import SortedText, sort_places
+from specdec_jax.files.places import make_path, open_copies
 from specdec_jax.files.reading import check_file, mismatch_error, parse_json
 from specdec_jax.files.writing import open_new_file
 from specdec_jax.models import arguments
@@ -97,26 +98,31 @@ def map_text(path: str | os.PathLike[str]) -> tuple[SortedText, TextInfo]:
     Raises:
       ValueError: no such file, or not one that `write_text` wrote completely.
     """
-    info, (length, places) = _check(path)
-    dtype = _id_type(info.vocab_size)
-    arrays = (
-        np.memmap(path, dtype, "c", _PAGE, (length,)),
-        np.memmap(path, _PLACE, "c", _order_start(length, dtype), (places,)),
-    )
+    arguments.check_path("path", path)
+    place = make_path(path)
+    if not place.exists():
+        raise mismatch_error(path, "no such file", _WHAT)
+    check_file(place, 2**63)
+    with open_copies(place) as (copy,):
+        info, (length, places) = _check(copy, path)
+        dtype = _id_type(info.vocab_size)
+        arrays = (
+            np.memmap(copy, dtype, "c", _PAGE, (length,)),
+            np.memmap(copy, _PLACE, "c", _order_start(length, dtype), (places,)),
+        )
     on_cpu = jax.default_backend() == "cpu"
     ids, order = map(jnp.from_dlpack if on_cpu else jnp.asarray, arrays)
     return SortedText(ids, order, jnp.int32(places)), info
 
 
-def _check(path: str | os.PathLike[str]) -> tuple[TextInfo, tuple[int, int]]:
-    """Checks a whole file; returns what it says, and how many ids and places it has."""
-    arguments.check_path("path", path)
-    if not pathlib.Path(path).exists():
-        raise mismatch_error(path, "no such file", _WHAT)
-    check_file(path, 2**63)
-    size = os.path.getsize(path)
+def _check(copy: pathlib.Path, path: str | os.PathLike[str]) -> tuple[TextInfo, tuple[int, int]]:
+    """Checks a whole file, that messages call `path`.
+
+    Returns what it says, and how many ids and places it has.
+    """
+    size = copy.stat().st_size
     try:
-        with open(path, "rb") as file:
+        with open(copy, "rb") as file:
             head = _read_header(file.read(_PAGE))
             length, places, vocab_size = (head[name] for name in ("ids", "places", "vocab_size"))
             dtype = _id_type(vocab_size)

@@ -15,11 +15,15 @@ import shutil
 import sys
 import time
 
+import fsspec
 import make_checkpoints as make
 import numpy as np
+import stores
 from golden_models import GOLDEN
 from hostile_cases import ARRAY
-from hostile_table import CASES
+from hostile_table import CASES, SLOW_CASES
+
+from specdec_jax.files.places import make_path
 
 TOKENIZER = GOLDEN / "hf_tokenizer"
 
@@ -60,10 +64,17 @@ def target():
 
 
 def read(how: str, folder: pathlib.Path) -> None:
-    """Reads the folder; a command's exit code 2 becomes a ValueError with its line."""
+    """Reads the folder; a command's exit code 2 becomes a ValueError with its line.
+
+    With "remote" before, what is read is a copy of the folder in a store.
+    """
     import specdec_jax as sd
     from specdec_jax.commands import main as main_command
 
+    if how.startswith("remote "):
+        fsspec.filesystem("memory").store.clear()
+        stores.upload(folder, "memory://hostile/model")
+        return read(how.removeprefix("remote "), make_path("memory://hostile/model"))
     if how == "load":
         sd.load(folder, "float32")
     elif how == "heads":
@@ -108,7 +119,7 @@ def high_water() -> int:
 
 def attempt(name: str, folder: pathlib.Path) -> dict:
     """Tries one case; returns the error's type and text, seconds, bytes, and standard error."""
-    of, path = CASES[name], folder / "model"
+    of, path = (CASES | SLOW_CASES)[name], folder / "model"
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(folder / "bases" / of.base, path)
     of.damage(path)
