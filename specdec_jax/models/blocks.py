@@ -274,7 +274,7 @@ class Attention(nn.Module):
         x: Encoded,
         norm: Callable,
         mask: Mask,
-        bias: Float[Array, "L H L"] | None,
+        bias: Float[Array, "H D"] | None,
         dropout: Callable,
     ) -> Encoded:
         """Attends to all tokens of an encoder's inputs; `mask` as above."""
@@ -294,7 +294,7 @@ class EncoderLayer(nn.Module):
         """Runs the layer; `bias` is None where the layer has its own."""
         options, length = self.options, x.shape[1]
         if options.relative_bias_per_layer:
-            bias = options.make_relative_bias(True, name="relpos_bias")(length, length)
+            bias = options.make_relative_bias(True, name="relpos_bias").by_distance(length)
         dropout = functools.partial(nn.Dropout(options.dropout_rate), deterministic=deterministic)
         joint, packed = self.backend.joins_weights, options.packs_norms(self.backend)
         attention = Attention(options, self.backend, joint, name="attention")
@@ -319,7 +319,7 @@ class Encoder(nn.Module):
         options, length, bias = self.options, x.shape[1], None
         packed = self.backend.packs_weights
         if options.relative_buckets and not options.relative_bias_per_layer:
-            bias = options.make_relative_bias(True, name="relpos_bias")(length, length)
+            bias = options.make_relative_bias(True, name="relpos_bias").by_distance(length)
         if options.num_positions is not None:
             table = options.make_embedder(options.num_positions, packed, "position_embedder")
             x = x + table(jnp.arange(length))
