@@ -196,9 +196,10 @@ def test_cross_attention(K):
     assert np.isnan(run(query, keys, values, lengths + [1, 0, 0, 0])[0]).all()
 
 
-@pytest.mark.parametrize("K", [8, 20, 64])
-def test_encoder_attention(K):
-    B, H, L = 4, 2, 21
+@pytest.mark.parametrize("K, L", [(8, 21), (20, 21), (64, 21), (20, 450)])
+def test_encoder_attention(K, L):
+    """The longest takes more than one part of the queries and of the keys."""
+    B, H = 4, 2
     qkv, bias, lengths = (
         normal(B, L, 3, H, K, seed=10),
         normal(H, 2 * L - 1, seed=11),
