@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specdec_jax.backends import kv_cache, xla
@@ -144,17 +145,18 @@ class Backend:
         return xla.attend(query, cross, mask[:, None, None, :], None, heads, heads_per_tile)
 
     def attend_to_inputs(
-        self, qkv: Projected, mask: Mask, bias: Float[Array, "L H L"] | None, heads: AttentionShape
+        self, qkv: Projected, mask: Mask, bias: Float[Array, "H D"] | None, heads: AttentionShape
     ) -> States:
         """Attends to all tokens of an encoder's inputs, which are True in `mask`.
 
-        With a window, only to those inside.
+        With a window, only to those inside. `bias` is that of each distance from a query to a key,
+        1 − L … L − 1.
         """
-        bias = None if bias is None else bias.transpose(1, 0, 2)[None]
-        seen = mask[:, None, None, :]
+        places, seen = np.arange(mask.shape[1]), mask[:, None, None, :]
+        back = places[:, None] - places
+        if bias is not None:
+            bias = bias[None, :, len(places) - 1 - back]
         if heads.window is not None:
-            places = jnp.arange(mask.shape[1])
-            back = places[:, None] - places
             seen &= (back < heads.window) & (back >= -heads.ahead)
         return xla.attend_to_sequence(qkv, seen, bias, heads)
 
@@ -204,9 +206,9 @@ class CPUBackend(Backend):
         )
 
     def attend_to_inputs(
-        self, qkv: Projected, mask: Mask, bias: Float[Array, "L H L"] | None, heads: AttentionShape
+        self, qkv: Projected, mask: Mask, bias: Float[Array, "H D"] | None, heads: AttentionShape
     ) -> States:
-        bias = jnp.zeros((0, heads.count, 0)) if bias is None else bias
+        bias = jnp.zeros((heads.count, 0)) if bias is None else bias
         return packed_weights.attend_to_inputs(qkv[0], bias, _count_tokens(mask), heads.divisor)
 
 

@@ -369,7 +369,7 @@ class Attention(nn.Module):
         x: Encoded,
         norm: Callable,
         mask: Mask,
-        bias: Float[Array, "L H L"] | None,
+        bias: Float[Array, "H D"] | None,
         dropout: Callable,
         rotation: Rotation | None = None,
     ) -> Encoded:
@@ -391,7 +391,7 @@ class EncoderLayer(nn.Module):
         """Runs the layer; `bias` is None where the layer has its own."""
         options, length = self.options, x.shape[1]
         if options.relative_bias_per_layer:
-            bias = options.make_relative_bias(True, name="relpos_bias")(length, length)
+            bias = options.make_relative_bias(True, name="relpos_bias").by_distance(length)
         dropout = functools.partial(nn.Dropout(options.dropout_rate), deterministic=deterministic)
         joint = options.joins_attention and self.backend.joins_weights
         packed, rotation = options.packs_norms(self.backend), None
@@ -420,7 +420,7 @@ class Encoder(nn.Module):
         options, length, bias = self.options, x.shape[1], None
         packed = self.backend.packs_weights
         if options.relative_buckets and not options.relative_bias_per_layer:
-            bias = options.make_relative_bias(True, name="relpos_bias")(length, length)
+            bias = options.make_relative_bias(True, name="relpos_bias").by_distance(length)
         if options.num_positions is not None:
             table = options.make_position_table(packed, "position_embedder")
             x = x + table(jnp.arange(length))

@@ -31,6 +31,10 @@ class RelativePositionBias(nn.Module):
         """Returns the bias for query positions 0 … queries − 1 and key positions 0 … keys − 1."""
         return self._at(np.arange(keys)[None, :] - np.arange(queries)[:, None]).transpose(1, 0, 2)
 
+    def by_distance(self, positions: int) -> Float32[Array, "H 2*{positions}-1"]:
+        """Returns the bias of each distance, from 1 − `positions` to `positions` − 1."""
+        return self._at(np.arange(1 - positions, positions))
+
     def last_query_bias(self, positions: int) -> Float32[Array, "H {positions}"]:
         """Returns the bias of the last of so many query positions, which `gather_biases` takes."""
         return self._at(np.arange(positions) - (positions - 1))
