@@ -36,7 +36,7 @@ from jax.experimental import topologies
 from specdec_jax.analysis.report.records import write_record
 from specdec_jax.files.progress import show_waiting
 from specdec_jax.files.writing import check_output, write_file
-from specdec_jax.models.t5 import PRESETS
+from specdec_jax.models.families import PRESETS
 from specdec_jax.speculative.trees import DynamicTree
 from tools.case_flags import CaseFlags
 from tools.compiled_text import collectives, loop_copies

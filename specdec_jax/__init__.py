@@ -23,15 +23,20 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares it with the 
     from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
     from specdec_jax.drafters.eagle import EagleDrafter
     from specdec_jax.drafters.early_exit import EarlyExitDrafter
+    from specdec_jax.drafters.gated import GatedDrafter
     from specdec_jax.drafters.heads import HeadsDrafter
+    from specdec_jax.drafters.lookahead import LookaheadDecoding
     from specdec_jax.drafters.merged import MergedDrafter
     from specdec_jax.drafters.model import ModelDrafter
     from specdec_jax.drafters.ngram import NGramDrafter
     from specdec_jax.drafters.parallel import ParallelDrafter
     from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
     from specdec_jax.drafters.random_tokens import RandomDrafter
+    from specdec_jax.drafters.recycling import TokenRecycling
     from specdec_jax.drafters.self_drafting import SelfDrafter
     from specdec_jax.drafters.shortlist import shortlist_from_counts
+    from specdec_jax.drafters.suffix import SuffixDrafter
+    from specdec_jax.drafters.suffix_history import SuffixHistory
     from specdec_jax.models.families import PRESETS
     from specdec_jax.models.gpt import GPTConfig
     from specdec_jax.models.heads import HeadsConfig
@@ -72,15 +77,20 @@ _NAMES = {
     "drafters.cascade": "HorizontalCascade VerticalCascade",
     "drafters.eagle": "EagleDrafter",
     "drafters.early_exit": "EarlyExitDrafter",
+    "drafters.gated": "GatedDrafter",
     "drafters.heads": "HeadsDrafter",
+    "drafters.lookahead": "LookaheadDecoding",
     "drafters.merged": "MergedDrafter",
     "drafters.model": "ModelDrafter",
     "drafters.ngram": "NGramDrafter",
     "drafters.parallel": "ParallelDrafter",
     "drafters.prompt_lookup": "PromptLookupDrafter",
     "drafters.random_tokens": "RandomDrafter",
+    "drafters.recycling": "TokenRecycling",
     "drafters.self_drafting": "SelfDrafter",
     "drafters.shortlist": "shortlist_from_counts",
+    "drafters.suffix": "SuffixDrafter",
+    "drafters.suffix_history": "SuffixHistory",
     "models.families": "PRESETS",
     "models.model_defaults": "ModelDefaults",
     "models.gpt": "GPTConfig",

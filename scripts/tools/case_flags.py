@@ -6,7 +6,7 @@ from typing import Any
 from absl import app, flags
 
 from specdec_jax.decoding.search_options import BeamOptions
-from specdec_jax.models.t5 import PRESETS
+from specdec_jax.models.families import PRESETS
 from specdec_jax.speculative.tree_text import read_tree
 from tools.lowering import Case
 
@@ -18,7 +18,8 @@ class CaseFlags:
 
     def __init__(self, target: str) -> None:
         """Defines the flags; `target` is the default of --target."""
-        integer, presets = flags.DEFINE_integer, sorted(PRESETS)
+        integer = flags.DEFINE_integer
+        presets = sorted(name for name, shape in PRESETS.items() if not shape.decoder_only)
         self.target = flags.DEFINE_enum("target", target, presets, "Shape of the target.")
         self.drafter = flags.DEFINE_enum(
             "drafter", "t5_1_1/small", presets, "Shape of the drafter."

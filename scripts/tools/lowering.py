@@ -22,10 +22,10 @@ from specdec_jax.decoding.search_options import BeamOptions
 from specdec_jax.decoding.strategies import choose_strategy
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models import weight_layouts
+from specdec_jax.models.families import PRESETS
 from specdec_jax.models.meshes import parse_mesh
 from specdec_jax.models.network import Network, random_params
 from specdec_jax.models.padding import bucket_length
-from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.sampling import SamplingConfig
@@ -77,7 +77,7 @@ def _integers(*shape: int) -> jax.ShapeDtypeStruct:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A pair of T5 models in bfloat16, a way of decoding with them, and the devices to compile for.
+    """A pair of models in bfloat16, a way of decoding with them, and the devices to compile for.
 
     Attributes:
       devices: the devices, of which a mesh takes the first.
@@ -149,7 +149,7 @@ class Case:
         few: dict[str, Any] = {}
         if self.layers:
             few = {"num_encoder_layers": 1, "num_decoder_layers": self.layers}
-        config = dataclasses.replace(PRESETS[preset], dtype="bfloat16", **few)
+        config = PRESETS[preset].replace(dtype="bfloat16", **few)
 
         def build():
             params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)

@@ -15,10 +15,13 @@ AnyStates = Float[Array, "*N D"]
 Logits = Float32[Array, "B T V"]
 TokenAndLogprob = tuple[Int32[Array, "B T"], Float32[Array, "B T"]]  # and log-probabilities
 Inputs = Int[Array, "B L"]
+Layers = int | tuple[int, ...] | None  # the first so many, those with these numbers, or all
 Mask = Bool[Array, "B L"]  # True at tokens
 Encoded = Float[Array, "B L E"]
 Query = Float[Array, "*N HK"]
 ByHeads = Float[Array, "B H T K"]
+# Cosines and sines of the angles by which queries and keys are rotated.
+Rotation = tuple[Float[Array, "*M halfK"], Float[Array, "*M halfK"]]
 Seen = Bool[Array, "#B 1 T S"] | None  # True where a query may attend to a key
 # Position biases, added to scores: per query of a call; for every query position; for the last of P
 # query positions, from which calls over nodes of trees take theirs by distance.

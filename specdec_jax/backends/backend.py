@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specdec_jax.backends import kv_cache, xla
@@ -50,7 +51,7 @@ class Backend:
 
     def empty_cache(self, batch: int, slots: int, heads: AttentionShape) -> KVCache:
         """Makes the cache of one self-attention: zeros, of at least `slots` slots."""
-        return KVCache.empty(batch, heads.count, slots, heads.features, heads.dtype)
+        return KVCache.empty(batch, heads.kv_heads, slots, heads.features, heads.dtype)
 
     def cross_cache(
         self, key: Float[Array, "B L HK"], value: Float[Array, "B L HK"], heads: AttentionShape
@@ -119,14 +120,15 @@ class Backend:
           The output, and the new cache.
         """
         heads_per_tile = self.heads_per_tile(heads)
-        parts = xla.split_projected(qkv, cache.batch, heads.features, heads_per_tile)
+        parts = xla.split_projected(qkv, cache.batch, heads, heads_per_tile)
         query, key, value = parts[0], parts[1][:, :, : call.count], parts[2][:, :, : call.count]
         query = xla.divide(query, heads.divisor)
         if call.nodes is not None:
             cache = self.append_nodes(cache, key, value, call.nodes.starts)
         else:
             cache = self.append(cache, key, value, call.positions)
-        return xla.attend(query, cache, call.mask, bias, heads, heads_per_tile), cache
+        how = call.mask, bias, heads, heads_per_tile, call.more
+        return xla.attend(query, cache, *how), cache
 
     def attend_to_encoded(
         self, query: Query, cross: KVCache, mask: Mask, valid: Valid, heads: AttentionShape
@@ -138,16 +140,25 @@ class Backend:
             # beginning of every program.
             barrier = jax.lax.optimization_barrier
             query = jax.lax.platform_dependent(query, tpu=barrier, default=lambda query: query)
-        query = xla.split_heads(query, cross.batch, heads.features, heads_per_tile)
+        query = xla.split_queries(query, cross.batch, heads, heads_per_tile)
         query = xla.divide(query, heads.divisor)
         return xla.attend(query, cross, mask[:, None, None, :], None, heads, heads_per_tile)
 
     def attend_to_inputs(
-        self, qkv: Projected, mask: Mask, bias: Float[Array, "L H L"] | None, heads: AttentionShape
+        self, qkv: Projected, mask: Mask, bias: Float[Array, "H D"] | None, heads: AttentionShape
     ) -> States:
-        """Attends to all tokens of an encoder's inputs, which are True in `mask`."""
-        bias = None if bias is None else bias.transpose(1, 0, 2)[None]
-        return xla.attend_to_sequence(qkv, mask[:, None, None, :], bias, heads)
+        """Attends to all tokens of an encoder's inputs, which are True in `mask`.
+
+        With a window, only to those inside. `bias` is that of each distance from a query to a key,
+        1 − L … L − 1.
+        """
+        places, seen = np.arange(mask.shape[1]), mask[:, None, None, :]
+        back = places[:, None] - places
+        if bias is not None:
+            bias = bias[None, :, len(places) - 1 - back]
+        if heads.window is not None:
+            seen &= (back < heads.window) & (back >= -heads.ahead)
+        return xla.attend_to_sequence(qkv, seen, bias, heads)
 
     def pairs_are_free(self, cache: Any) -> bool:
         """Returns whether XLA's decoder call over two positions takes no longer than over one."""
@@ -195,9 +206,9 @@ class CPUBackend(Backend):
         )
 
     def attend_to_inputs(
-        self, qkv: Projected, mask: Mask, bias: Float[Array, "L H L"] | None, heads: AttentionShape
+        self, qkv: Projected, mask: Mask, bias: Float[Array, "H D"] | None, heads: AttentionShape
     ) -> States:
-        bias = jnp.zeros((0, heads.count, 0)) if bias is None else bias
+        bias = jnp.zeros((heads.count, 0)) if bias is None else bias
         return packed_weights.attend_to_inputs(qkv[0], bias, _count_tokens(mask), heads.divisor)
 
 
@@ -219,7 +230,7 @@ class AcceleratorBackend(Backend):
         was asked for.
         """
         side_by_side, more = self.heads_per_tile(heads), kv_cache.ROWS - 1 if batch == 1 else 0
-        shape = batch, heads.count // side_by_side, _whole_tiles(slots + more)
+        shape = batch, heads.kv_heads // side_by_side, _whole_tiles(slots + more)
         return KVCache.empty(*shape, side_by_side * heads.features, heads.dtype)
 
     def widen(self, cache: KVCache, slots: int) -> KVCache:
@@ -257,15 +268,17 @@ class GPUBackend(AcceleratorBackend):
 
     min_query_len: ClassVar[int] = 2
 
-    def _is_one_kernel(self, query: Float[Array, "*N D"], cache: KVCache) -> bool:
-        queries = math.prod(query.shape[:-1]) // cache.batch
-        return self.rules is None and gpu_attention.supports_call(cache, queries)
+    def _is_one_kernel(
+        self, query: Float[Array, "*N D"], cache: KVCache, heads: AttentionShape
+    ) -> bool:
+        queries, suits = math.prod(query.shape[:-1]) // cache.batch, heads.suits_kernels
+        return self.rules is None and suits and gpu_attention.supports_call(cache, queries)
 
     def attend_to_cache(
         self, qkv: Projected, cache: KVCache, call: DecoderCall, bias: Any, heads: AttentionShape
     ) -> tuple[States, KVCache]:
         by_layers = super().attend_to_cache
-        if call.nodes is not None or len(qkv) > 1 or not self._is_one_kernel(qkv[0], cache):
+        if call.nodes is not None or len(qkv) > 1 or not self._is_one_kernel(qkv[0], cache, heads):
             return by_layers(qkv, cache, call, bias, heads)
 
         def by_xla(qkv, cache, bias, positions, mask):
@@ -284,7 +297,7 @@ class GPUBackend(AcceleratorBackend):
         self, query: Query, cross: KVCache, mask: Mask, valid: Valid, heads: AttentionShape
     ) -> States:
         by_layers = super().attend_to_encoded
-        if not self._is_one_kernel(query, cross):
+        if not self._is_one_kernel(query, cross, heads):
             return by_layers(query, cross, mask, valid, heads)
 
         def by_xla(query, cross, mask):
@@ -319,7 +332,7 @@ class TPUBackend(AcceleratorBackend):
             kv_cache.TILE[1] // heads.features,
         )
         counts = range(max(most, 1), 0, -1)
-        return next(count for count in counts if heads.count % (count * parts) == 0)
+        return next(count for count in counts if heads.kv_heads % (count * parts) == 0)
 
     def count_padding(self, batch: int, count: int) -> int:
         """Returns how many tokens a call over `count` tokens a row computes for nothing.

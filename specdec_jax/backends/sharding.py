@@ -56,6 +56,9 @@ _PARAMETERS = {
     # third collective in each layer.
     "qkv/kernel": ("fused_inputs", None),
 }
+# The fields of configurations that the number of parts must divide.
+_OF_STACK = "num_heads", "num_kv_heads", "mlp_dim"
+_DIVIDED = *_OF_STACK, *(f"encoder_{name}" for name in _OF_STACK)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +135,8 @@ class ShardingRules:
 
         Raises ValueError otherwise.
         """
-        for name in ("num_heads", "mlp_dim"):
-            if getattr(config, name) % self.parts:
+        for name in _DIVIDED:
+            if getattr(config, name, 0) % self.parts:
                 raise ValueError(
                     f"mesh: got {self.parts} devices on the model axis for {name} ="
                     f" {getattr(config, name)}, expected a divisor of it, or a model that every"

@@ -12,6 +12,8 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import huggingface, int8, loader, native_format, t5x
 from specdec_jax.checkpoints.memory import return_freed_memory
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, StoredTensor, check
+from specdec_jax.files import places
+from specdec_jax.files.places import AnyPath
 from specdec_jax.files.progress import Progress, print_line
 from specdec_jax.files.reading import PathLike, mismatch_error
 from specdec_jax.files.writing import open_new_folder
@@ -56,7 +58,7 @@ def save(
     """
     arguments.check_path("path", path)
     arguments.check_model("model", model)
-    folder = pathlib.Path(path).absolute()
+    folder = places.make_path(path).absolute()
     check = native_format.check_free if _check_format(format) == "specdec" else _check_empty
     check(folder)
     stored = weight_layouts.stored_parameters(model.network.params)
@@ -89,7 +91,7 @@ class Written(NamedTuple):
       size: bytes of all files.
     """
 
-    folder: pathlib.Path
+    folder: AnyPath
     dtype: str
     stored: tuple[str, ...]
     parameters: int
@@ -135,7 +137,7 @@ def convert(
     if dtype is not None:
         loader.check_written_dtype(dtype, format)
     arguments.check_path("output", output)
-    target = pathlib.Path(output).absolute()
+    target = places.make_path(output).absolute()
     _check_empty(target)
     folder = loader.resolve(source)
     checkpoint = loader.open_complete(folder, config, vocabulary, say)
@@ -151,7 +153,7 @@ def _check_format(format: str) -> str:
     return format
 
 
-def _check_empty(folder: pathlib.Path) -> None:
+def _check_empty(folder: AnyPath) -> None:
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         kind = "a folder that is not empty" if folder.is_dir() else "a file"
         raise ValueError(f"{folder}: got {kind}, expected nothing there")
@@ -159,8 +161,8 @@ def _check_empty(folder: pathlib.Path) -> None:
 
 def _write(
     checkpoint: Checkpoint,
-    target: pathlib.Path,
-    check_free: Callable[[pathlib.Path], None],
+    target: AnyPath,
+    check_free: Callable[[AnyPath], None],
     format: str,
     dtype: npt.DTypeLike | None,
     say: Callable[[str], None],

@@ -10,7 +10,6 @@ the msgpack of (shape, dtype name, bytes); an array above 1 GiB is a map of such
 
 import functools
 import math
-import pathlib
 import struct
 from typing import Any, BinaryIO, NamedTuple
 
@@ -18,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.checkpoints.stored_tensor import FLOATS, Parameters, StoredTensor, fill_rows
+from specdec_jax.files import places
+from specdec_jax.files.places import AnyPath
 from specdec_jax.files.reading import check_file, mismatch_error, quote_value
 from specdec_jax.models.parameters import flatten
 
@@ -45,7 +46,7 @@ class Array(NamedTuple):
     parts: tuple[tuple[int, int], ...]
 
 
-def open_file(path: pathlib.Path) -> Parameters:
+def open_file(path: AnyPath) -> Parameters:
     """Returns every array of the file by its `/`-joined name; none is read yet.
 
     Raises:
@@ -57,7 +58,7 @@ def open_file(path: pathlib.Path) -> Parameters:
     return {name: open_array(path, name, array) for name, array in flatten(tree).items()}
 
 
-def read_tree(path: pathlib.Path) -> Any:
+def read_tree(path: AnyPath) -> Any:
     """Returns the contents of the file, with an `Array` in place of each array: no array is read.
 
     Raises:
@@ -65,7 +66,7 @@ def read_tree(path: pathlib.Path) -> Any:
     """
     check_file(path, 2**63)
     try:
-        with open(path, "rb") as file:
+        with places.open_binary(path) as file:
             walk = _Walk(file, path.stat().st_size)
             tree = walk.value(0)
             if file.tell() != walk.size:
@@ -189,7 +190,7 @@ def _join_chunks(tree: dict[str, Any]) -> Array:
     return Array(tuple(shape), chunks[0].dtype, parts)
 
 
-def open_array(path: pathlib.Path, name: str, array: Any) -> StoredTensor:
+def open_array(path: AnyPath, name: str, array: Any) -> StoredTensor:
     """Returns the parameter `name`, given what `read_tree` returned for it."""
     if not isinstance(array, Array):
         expected = f"an array of {' or '.join(FLOATS)}"
@@ -204,9 +205,11 @@ def open_array(path: pathlib.Path, name: str, array: Any) -> StoredTensor:
             begin, end = max(start - position, 0), min(stop - position, count)
             if begin < end:
                 place = offset + begin * itemsize
-                blocks.append(np.fromfile(path, array.dtype, end - begin, offset=place))
+                blocks.append(places.read_array(path, array.dtype, end - begin, place))
             position += count
         return np.concatenate(blocks).reshape(-1, *array.shape[1:])
 
-    read = functools.partial(fill_rows, array.shape, read_rows)
-    return StoredTensor(array.shape, read, array.dtype.name)
+    block = places.choose_block(path, 4 * math.prod(array.shape))
+    read = functools.partial(fill_rows, array.shape, read_rows, block=block)
+    remote = places.is_remote(path)
+    return StoredTensor(array.shape, read, array.dtype.name, is_remote=remote)

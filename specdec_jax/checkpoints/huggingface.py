@@ -1,5 +1,6 @@
 """Reads and writes Hugging Face folders; each family has a module `huggingface_FAMILY.py`."""
 
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from specdec_jax.checkpoints import (
     flax_msgpack,
     huggingface_bart,
+    huggingface_gemma,
     huggingface_gpt,
     huggingface_t5,
     pytorch_files,
@@ -14,16 +16,23 @@ from specdec_jax.checkpoints import (
 )
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, Parameters, Report
 from specdec_jax.files import reading
+from specdec_jax.files.places import AnyPath
 from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.tokenizers import huggingface_folders
 
-_READERS: tuple[Any, ...] = (huggingface_t5, huggingface_gpt, huggingface_bart)
+_READERS: tuple[Any, ...] = (
+    huggingface_t5,
+    huggingface_gpt,
+    huggingface_bart,
+    huggingface_gemma,
+)
 # By config.json's model_type.
 _READER_OF = {kind: reader for reader in _READERS for kind in reader.ARCHITECTURES}
 WRITERS = {"t5": huggingface_t5}  # by the name of our family
 
+_SPECIAL_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 FLAX = "flax_model.msgpack"
 _PYTORCH = (pytorch_files.WHOLE, pytorch_files.INDEX)
 # The files of weights in transformers' order; it no longer reads Flax's file.
@@ -33,17 +42,17 @@ _WEIGHTS = (safetensors_files.WHOLE, safetensors_files.INDEX, *_PYTORCH, FLAX)
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-def is_folder(folder: pathlib.Path) -> bool:
+def is_folder(folder: AnyPath) -> bool:
     """Returns whether `folder` has a config.json, or weights under a name of Hugging Face's."""
     return (folder / "config.json").exists() or bool(list_weights(folder))
 
 
-def list_weights(folder: pathlib.Path) -> list[str]:
+def list_weights(folder: AnyPath) -> list[str]:
     """Returns the files of weights that `folder` has; the first one counts."""
     return [name for name in _WEIGHTS if (folder / name).exists()]
 
 
-def open_folder(folder: pathlib.Path) -> Checkpoint:
+def open_folder(folder: AnyPath) -> Checkpoint:
     """Opens a Hugging Face folder without reading its parameters.
 
     Raises:
@@ -54,11 +63,11 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
         raise mismatch_error(folder, "no config.json", "one beside the weights")
     options, generation = reading.read_json(path), reading.read_optional_json(generation_path)
     reader = _choose_reader(path, options)
-    options = reader.SPECIAL_IDS.get(options["model_type"], {}) | options
+    options = reader.SPECIAL_IDS.get(options["model_type"], {}) | _nested_ids(path, options)
     files = (generation_path, generation), (path, options)  # the first that gives a value decides
     tensors, notes = _open_tensors(folder)
     config, parameters = reader.open_model(folder, options, tensors)
-    start = _read_ids(files, reader.START) or reader.NO_START
+    start = _read_ids(files, *reader.START) or reader.NO_START
     if len(start) != 1:
         raise mismatch_error(path, f"the start tokens {quote_value(start)}", "one")
     eos_ids = _read_ids(files, "eos_token_id")
@@ -68,11 +77,12 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
     # its `task_specific_params` count only where a caller asks for them.
     source, content = files[0 if generation_path.exists() else 1]
     defaults = ModelDefaults.read(content, source)
-    notes = (*notes, *defaults.lines(folder, source.name))
+    own = getattr(reader, "list_notes", lambda folder, tensors: ())
+    notes = (*notes, *own(folder, tensors), *defaults.lines(folder, source.name))
     return Checkpoint(config, parameters, vocabulary, start[0], eos_ids, None, defaults, notes)
 
 
-def _choose_reader(path: pathlib.Path, options: dict) -> Any:
+def _choose_reader(path: AnyPath, options: dict) -> Any:
     """Returns the module of the family that config.json names."""
     kind, architectures = options.get("model_type"), options.get("architectures") or []
     reader = _READER_OF.get(kind) if isinstance(kind, str) else None
@@ -86,7 +96,7 @@ def _choose_reader(path: pathlib.Path, options: dict) -> Any:
     return reader
 
 
-def _open_tensors(folder: pathlib.Path) -> tuple[Parameters, tuple[str, ...]]:
+def _open_tensors(folder: AnyPath) -> tuple[Parameters, tuple[str, ...]]:
     """Returns every tensor by PyTorch's name, and lines about what was left out of the names.
 
     Raises:
@@ -113,7 +123,7 @@ def _rename_flax(parameters: Parameters) -> Parameters:
     return tensors
 
 
-def _unwrap_names(folder: pathlib.Path, tensors: Parameters) -> tuple[Parameters, tuple[str, ...]]:
+def _unwrap_names(folder: AnyPath, tensors: Parameters) -> tuple[Parameters, tuple[str, ...]]:
     """Returns the tensors without wrappers' parts in their names, and a line if there were any."""
     unwrapped: Parameters = {}
     wrappers: dict[str, None] = {}
@@ -131,9 +141,19 @@ def _unwrap_names(folder: pathlib.Path, tensors: Parameters) -> tuple[Parameters
     return unwrapped, (f"{folder}: {left}, which a wrapper of the saved module added",)
 
 
-def _read_ids(files: tuple[tuple[pathlib.Path, dict], ...], name: str) -> tuple[int, ...] | None:
-    """Returns the id or ids that the first of the files gives under `name`."""
-    for path, content in files:
+def _nested_ids(path: AnyPath, options: dict) -> dict:
+    """Returns config.json with the special ids of the part that describes what is decoded."""
+    for part in ("decoder", "text_config"):
+        nested = options.get(part, {})
+        if not isinstance(nested, dict):
+            raise mismatch_error(f"{path}: {part}", quote_value(nested), "an object")
+        options = {name: nested[name] for name in _SPECIAL_IDS if name in nested} | options
+    return options
+
+
+def _read_ids(files: tuple[tuple[AnyPath, dict], ...], *names: str) -> tuple[int, ...] | None:
+    """Returns the id or ids that the first of the files gives under the first of the names."""
+    for name, (path, content) in itertools.product(names, files):
         if (given := content.get(name)) is not None:
             ids = given if isinstance(given, list) else [given]
             if not all(type(i) is int for i in ids):

@@ -21,7 +21,7 @@ ARCHITECTURES = {
     "pegasus": ("PegasusForConditionalGeneration",),
     "m2m_100": ("M2M100ForConditionalGeneration",),
 }
-START = "decoder_start_token_id"
+START = ("decoder_start_token_id",)
 NO_START: tuple[int, ...] = ()  # an mBART's is the language, which nothing else gives
 _BART = {"eos_token_id": 2, "pad_token_id": 1}
 # Where config.json does not say.

@@ -10,7 +10,7 @@ from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.parameters import parameter_shapes
 
 ARCHITECTURES = {"gpt2": ("GPT2LMHeadModel", "GPT2Model")}
-START = "bos_token_id"
+START = ("bos_token_id",)
 _END = 50256  # <|endoftext|>
 NO_START = (0,)  # where no file says
 # Where config.json does not say.

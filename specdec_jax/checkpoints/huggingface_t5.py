@@ -12,7 +12,7 @@ from specdec_jax.models.t5 import T5Config
 _NAMES = ("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "T5WithLMHeadModel")
 # Architectures by model_type. In umT5 every layer has a position table of its own.
 ARCHITECTURES = {"t5": _NAMES, "mt5": _NAMES, "umt5": ("UMT5ForConditionalGeneration",)}
-START = "decoder_start_token_id"
+START = ("decoder_start_token_id",)
 NO_START = (0,)  # where no file says
 SPECIAL_IDS: dict[str, dict[str, int]] = {}  # by model_type, where config.json does not say
 NO_EOS = None  # `"eos_token_id": null` leaves open what ends a sequence

@@ -19,6 +19,8 @@ from specdec_jax.checkpoints import huggingface, native_format, t5x
 from specdec_jax.checkpoints.memory import check_memory, return_freed_memory
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, check
 from specdec_jax.checkpoints.weights import choose_int8_weights, read_params
+from specdec_jax.files import places
+from specdec_jax.files.places import AnyPath
 from specdec_jax.files.progress import Progress, print_line
 from specdec_jax.files.reading import PathLike, mismatch_error
 from specdec_jax.models import arguments
@@ -73,7 +75,8 @@ def load(
 
     Args:
       path: a Hugging Face folder; a T5X `checkpoint_<step>`, or a folder of several, of which the
-        newest is taken; a folder that `save` wrote; or one of `bundled()`.
+        newest is taken; a folder that `save` wrote; or one of `bundled()`. A folder may be a URL
+        that fsspec opens, such as `gs://bucket/model` (see the package `checkpoints`).
       dtype: dtype of parameters and computation. "float32" multiplies at float32 precision on every
         device (on accelerators, which would round the operands, by `jax.lax.Precision.HIGHEST`);
         "bfloat16" multiplies bfloat16 operands; normalisation, softmax and logits are float32 in
@@ -138,7 +141,7 @@ def load(
 
 
 def open_complete(
-    folder: pathlib.Path,
+    folder: AnyPath,
     config: T5Config | None = None,
     vocabulary: Vocabulary | PathLike | None = None,
     say: Callable[[str], None] = lambda line: None,
@@ -227,10 +230,10 @@ def choose_dtype(
     return chosen
 
 
-def resolve(path: PathLike) -> pathlib.Path:
+def resolve(path: PathLike) -> AnyPath:
     """Returns the folder of a path or bundled name; raises ValueError if there is none."""
     arguments.check_path("path", path)
-    folder = pathlib.Path(path)
+    folder = places.make_path(path)
     if folder.is_dir():
         return folder
     if str(path) in bundled():
@@ -248,7 +251,7 @@ def resolve(path: PathLike) -> pathlib.Path:
     raise mismatch_error(path, kind, expected)
 
 
-def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint:
+def open_checkpoint(folder: AnyPath, config: T5Config | None) -> Checkpoint:
     """Opens a checkpoint in the format that its folder's contents show; reads no parameter.
 
     Where the folder holds several, a note names the one that is read: this package's own, where
@@ -282,19 +285,19 @@ def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint
     return dataclasses.replace(checkpoint, notes=(note, *checkpoint.notes))
 
 
-def _is_theirs(folder: pathlib.Path) -> bool:
+def _is_theirs(folder: AnyPath) -> bool:
     """Returns whether the folder's config.json is Hugging Face's, and none that `save` wrote."""
     kinds, there = ("model", *native_format.PARTS, "t5x"), (folder / "config.json").exists()
     return there and not any(native_format.is_folder(folder, kind) for kind in kinds)
 
 
-def _list_parts(step: pathlib.Path | None, folder: pathlib.Path) -> list[str]:
+def _list_parts(step: AnyPath | None, folder: AnyPath) -> list[str]:
     """Returns the names, from `folder` on, of a T5X checkpoint's parameters; the first counts."""
     paths = [step / name for name in ("checkpoint", "state")] if step else []
-    return [str(path.relative_to(folder)) for path in paths if path.exists()]
+    return [places.describe_below(path, folder) for path in paths if path.exists()]
 
 
-def _open_step(step: pathlib.Path, config: T5Config | None) -> Checkpoint:
+def _open_step(step: AnyPath, config: T5Config | None) -> Checkpoint:
     if not native_format.is_folder(step, "t5x"):
         checkpoint = t5x.open_step(step, config)
         vocabulary = _find_vocabulary(step, checkpoint.config)
@@ -305,11 +308,11 @@ def _open_step(step: pathlib.Path, config: T5Config | None) -> Checkpoint:
     return dataclasses.replace(described, config=config, parameters=parameters)
 
 
-def _find_vocabulary(step: pathlib.Path, config: ModelConfig) -> Vocabulary | None:
+def _find_vocabulary(step: AnyPath, config: ModelConfig) -> Vocabulary | None:
     """Returns the vocabulary in the folder of a T5X checkpoint or beside it, None without one."""
     folders = (step, step.absolute().parent)
-    places = [folder / name for folder in folders for name in _VOCABULARY_FILES]
-    path = next((place for place in places if place.is_file()), None)
+    paths = [folder / name for folder in folders for name in _VOCABULARY_FILES]
+    path = next((path for path in paths if path.is_file()), None)
     return _read_vocabulary(path, config) if path else None
 
 
@@ -317,7 +320,7 @@ def _read_vocabulary(
     path: PathLike, config: ModelConfig, stop_ids: tuple[int, ...] = ()
 ) -> Vocabulary:
     arguments.check_kind("vocabulary", path, PathLike, "a Vocabulary, or a path")
-    path = pathlib.Path(path)
+    path = places.make_path(path)
     if not path.exists():
         raise mismatch_error(path, "no such file", "a SentencePiece model or a tokenizer.json")
     if path.suffix == ".json":

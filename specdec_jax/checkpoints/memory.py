@@ -10,6 +10,7 @@ import jax
 
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.checkpoints.weights import required_bytes
+from specdec_jax.files.reading import PathLike
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.parameters import parameter_count
 
@@ -75,7 +76,7 @@ def _cgroup_bytes() -> list[int]:
 def check_memory(
     config: ModelConfig,
     dtype: str,
-    path: pathlib.Path,
+    path: PathLike,
     rules: ShardingRules | None = None,
     int8_weights: str | None = None,
 ) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from specdec_jax.checkpoints import int8, tensorstore_arrays
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, Parameters, Report, iterate_names
 from specdec_jax.files import reading
+from specdec_jax.files.places import AnyPath
 from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.files.writing import open_new_folder, write_file
 from specdec_jax.models.config_validation import Shape, build
@@ -34,7 +35,7 @@ _TARGET = "target_fingerprint"  # a field of a config.json of what is trained on
 PARTS = {"heads": "heads", "eagle": "parts of an EAGLE drafter"}
 
 
-def is_folder(folder: pathlib.Path, kind: str = "model") -> bool:
+def is_folder(folder: AnyPath, kind: str = "model") -> bool:
     """Returns whether `folder` is of this package and this kind.
 
     Kinds are "model", those of `PARTS`, and "t5x", a T5X checkpoint with our config.json.
@@ -46,13 +47,13 @@ def is_folder(folder: pathlib.Path, kind: str = "model") -> bool:
     return content.get("format") == FORMAT and content.get("kind", "model") == kind
 
 
-def open_folder(folder: pathlib.Path) -> Checkpoint:
+def open_folder(folder: AnyPath) -> Checkpoint:
     """Opens a folder that `write_folder` wrote, without reading its parameters."""
     stored = tensorstore_arrays.open_ocdbt(folder / "params", allowed_dtypes=int8.allowed_dtypes)
     return dataclasses.replace(open_description(folder), parameters=int8.join_parts(stored, folder))
 
 
-def open_description(folder: pathlib.Path) -> Checkpoint:
+def open_description(folder: AnyPath) -> Checkpoint:
     """Returns what `write_description` wrote, as a checkpoint without parameters."""
     path, content = folder / "config.json", _read_record(folder)
     try:
@@ -84,7 +85,7 @@ def open_description(folder: pathlib.Path) -> Checkpoint:
     )
 
 
-def open_part(folder: pathlib.Path, kind: str, shape: type[Shape]) -> tuple[Shape, str, Parameters]:
+def open_part(folder: AnyPath, kind: str, shape: type[Shape]) -> tuple[Shape, str, Parameters]:
     """Opens a folder that `write_part` wrote, without reading its parameters.
 
     Args:
@@ -105,7 +106,7 @@ def open_part(folder: pathlib.Path, kind: str, shape: type[Shape]) -> tuple[Shap
     return config, fingerprint, tensorstore_arrays.open_ocdbt(folder / "params")
 
 
-def _read_record(folder: pathlib.Path) -> dict:
+def _read_record(folder: AnyPath) -> dict:
     path = folder / "config.json"
     content = reading.read_json(path)
     if (version := content.get("version")) != VERSION:
@@ -113,7 +114,7 @@ def _read_record(folder: pathlib.Path) -> dict:
     return content
 
 
-def open_vocabulary(folder: pathlib.Path, entry: dict) -> Vocabulary:
+def open_vocabulary(folder: AnyPath, entry: dict) -> Vocabulary:
     """Returns the vocabulary of an entry in config.json, from `folder` or the one above."""
     kind, extra_ids, file = entry.get("kind"), entry.get("extra_ids", 0), folder / "config.json"
     if kind == "bytes":
@@ -211,7 +212,7 @@ def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = 
 
 @contextlib.contextmanager
 def write_part(
-    folder: pathlib.Path, kind: str, config: Any, fingerprint: str, params: dict
+    folder: AnyPath, kind: str, config: Any, fingerprint: str, params: dict
 ) -> Iterator[pathlib.Path]:
     """Writes what was trained on the states of the target with this fingerprint.
 
@@ -233,7 +234,7 @@ def write_part(
         yield temporary
 
 
-def check_free(folder: pathlib.Path, kind: str = "model") -> None:
+def check_free(folder: AnyPath, kind: str = "model") -> None:
     """Raises ValueError if something other than a folder of this kind is at `folder`."""
     if folder.exists() and not is_folder(folder, kind):
         got = f"something that is no {kind} folder of this package"

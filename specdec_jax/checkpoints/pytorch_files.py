@@ -8,7 +8,6 @@ read by `pickled_tensors`, which runs none of what they name.
 import functools
 import io
 import math
-import pathlib
 import struct
 import zipfile
 from typing import Any, BinaryIO, NamedTuple
@@ -19,7 +18,8 @@ import numpy as np
 from specdec_jax.checkpoints import safetensors_files
 from specdec_jax.checkpoints.pickled_tensors import BoundedReader, Storage, Tensor, read_pickle
 from specdec_jax.checkpoints.stored_tensor import FLOATS, Parameters, StoredTensor, fill_rows
-from specdec_jax.files import reading
+from specdec_jax.files import places, reading
+from specdec_jax.files.places import AnyPath, RemotePath
 from specdec_jax.files.reading import mismatch_error, quote_value
 
 WHOLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -35,7 +35,7 @@ class _Contents(NamedTuple):
     places: dict[str, int]
 
 
-def open_folder(folder: pathlib.Path) -> Parameters:
+def open_folder(folder: AnyPath) -> Parameters:
     """Returns every tensor of `pytorch_model.bin`, else of the shards that the index names.
 
     Errors as for `open_file` and `safetensors_files.open_shards`.
@@ -43,7 +43,7 @@ def open_folder(folder: pathlib.Path) -> Parameters:
     return safetensors_files.open_shards(folder, WHOLE, INDEX, _open_file)
 
 
-def _open_file(path: pathlib.Path) -> Parameters:
+def _open_file(path: AnyPath) -> Parameters:
     """Returns every tensor of a file by its name; none is read yet.
 
     Raises:
@@ -51,7 +51,7 @@ def _open_file(path: pathlib.Path) -> Parameters:
     """
     reading.check_file(path, 2**63)
     try:
-        with open(path, "rb") as file:
+        with places.open_binary(path) as file:
             is_zip = file.read(len(_ZIP)) == _ZIP
             file.seek(0)
             contents = (_read_zip if is_zip else _read_legacy)(file, path.stat().st_size)
@@ -162,7 +162,7 @@ def _open_dtype(name: str) -> np.dtype:
     return np.dtype(jnp.bfloat16 if name == "bfloat16" else name)
 
 
-def _open_tensor(path: pathlib.Path, name: str, tensor: Tensor, base: int) -> StoredTensor:
+def _open_tensor(path: AnyPath, name: str, tensor: Tensor, base: int) -> StoredTensor:
     """Returns a tensor whose storage begins at the byte `base` of the file."""
     shape, strides, stored = tensor.shape, tensor.strides, _open_dtype(tensor.storage.dtype)
     if stored.name not in FLOATS:
@@ -176,11 +176,18 @@ def _open_tensor(path: pathlib.Path, name: str, tensor: Tensor, base: int) -> St
         count = (stop - start) * width
         if is_dense or not count:
             begin = place + start * width * stored.itemsize
-            return np.fromfile(path, stored, count, offset=begin).reshape(-1, *shape[1:])
+            return places.read_array(path, stored, count, begin).reshape(-1, *shape[1:])
         # A view with gaps, or with axes in another order. The map ends with the block, and with it
         # the memory of the pages that were touched.
         span = 1 + sum((size - 1) * step for size, step in zip(shape, strides))
-        whole = np.memmap(path, stored, "r", place, (span,))
+        if isinstance(path, RemotePath):
+            whole = places.read_array(path, stored, span, place)
+        else:
+            whole = np.memmap(path, stored, "r", place, (span,))
         return np.array(np.lib.stride_tricks.as_strided(whole, shape, steps)[start:stop])
 
-    return StoredTensor(shape, functools.partial(fill_rows, shape, read_rows), stored.name)
+    block = places.choose_block(path, 4 * math.prod(shape))
+    if not is_dense and isinstance(path, RemotePath):  # one reading of the whole
+        block = 4 * max(1, math.prod(shape))
+    read = functools.partial(fill_rows, shape, read_rows, block=block)
+    return StoredTensor(shape, read, stored.name, is_remote=places.is_remote(path))

@@ -1,6 +1,6 @@
 """Reads tensors of safetensors files by rows, and writes them one at a time.
 
-Files are read plainly. A memory map would be simpler, but the pages it touches count as the
+Local files are read plainly. A memory map would be simpler, but the pages it touches count as the
 process's memory, on top of the parameters.
 """
 
@@ -9,7 +9,9 @@ import json
 import math
 import pathlib
 import struct
+import tempfile
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,8 @@ import safetensors
 
 from specdec_jax.checkpoints import stored_tensor
 from specdec_jax.checkpoints.stored_tensor import Parameters, Report, StoredTensor
-from specdec_jax.files import reading
+from specdec_jax.files import places, reading
+from specdec_jax.files.places import AnyPath
 from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.files.writing import name_errors, write_file
 
@@ -27,7 +30,7 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # most bytes of tensors in one file, as in transformers
 
 
-def open_folder(folder: pathlib.Path) -> Parameters:
+def open_folder(folder: AnyPath) -> Parameters:
     """Returns every tensor of `model.safetensors`, else of the shards that the index names.
 
     Errors as for `open_shards`.
@@ -35,9 +38,7 @@ def open_folder(folder: pathlib.Path) -> Parameters:
     return open_shards(folder, WHOLE, INDEX, _open_file)
 
 
-def open_shards(
-    folder: pathlib.Path, whole: str, index_name: str, open_file: Callable
-) -> Parameters:
+def open_shards(folder: AnyPath, whole: str, index_name: str, open_file: Callable) -> Parameters:
     """Returns every tensor of the file `whole`, else of the shards that the index names.
 
     That order is transformers': saving a whole model into a folder of shards leaves their index.
@@ -53,6 +54,7 @@ def open_shards(
         got, expected = f"weight_map {quote_value(shard_of)}", "each tensor's file by its name"
         raise ValueError(f"{index}: got {got}, expected {expected}")
     reading.check_names(shard_of, index)
+    shards: dict[str, AnyPath]
     shards = {name: reading.join_inside(folder, shard, index) for name, shard in shard_of.items()}
     opened = {shard: open_file(shard) for shard in sorted(set(shards.values()))}
     for name, shard in shards.items():
@@ -61,21 +63,30 @@ def open_shards(
     return {name: tensor for tensors in opened.values() for name, tensor in tensors.items()}
 
 
-def _open_file(path: pathlib.Path) -> Parameters:
+def _open_file(path: AnyPath) -> Parameters:
     """Returns the tensors of one file.
 
     The package `safetensors` checks the header: its lengths, and that the tensors fill the file.
     """
     reading.check_file(path, 2**63)
-    with open(path, "rb") as file:
+    size = path.stat().st_size
+    with places.open_binary(path) as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > min(path.stat().st_size, reading.MOST_BYTES):
+        if length > min(size, reading.MOST_BYTES):
             raise mismatch_error(
                 path, f"a header of {length:,} bytes", "a safetensors file (truncated?)"
             )
         header = file.read(length)
     try:
-        with safetensors.safe_open(path, "numpy"):
+        with tempfile.NamedTemporaryFile() as outline:
+            checked: Any = path
+            if places.is_remote(path):  # the package reads no more than the header and the size
+                outline.write(length.to_bytes(8, "little") + header)
+                outline.truncate(size)
+                outline.flush()
+                checked = outline.name
+            with safetensors.safe_open(checked, "numpy"):
+                pass
             # Unlike the package, `parse_json` rejects a name that is there twice.
             entries = reading.parse_json(header.decode())
     except (safetensors.SafetensorError, ValueError) as error:
@@ -86,7 +97,7 @@ def _open_file(path: pathlib.Path) -> Parameters:
     return {name: _open_tensor(path, name, entry, 8 + length) for name, entry in entries.items()}
 
 
-def _open_tensor(path: pathlib.Path, name: str, entry: dict, base: int) -> StoredTensor:
+def _open_tensor(path: AnyPath, name: str, entry: dict, base: int) -> StoredTensor:
     """Returns a tensor; of another dtype, as a mask of GPT-2, it cannot be read."""
     shape, code, offset = tuple(entry["shape"]), entry["dtype"], base + entry["data_offsets"][0]
     if code not in _DTYPES:
@@ -95,12 +106,12 @@ def _open_tensor(path: pathlib.Path, name: str, entry: dict, base: int) -> Store
 
     def read_rows(start: int, stop: int) -> np.ndarray:
         place = offset + start * width * stored.itemsize
-        numbers = np.fromfile(path, stored, (stop - start) * width, offset=place)
+        numbers = places.read_array(path, stored, (stop - start) * width, place)
         return numbers.reshape(stop - start, *shape[1:])
 
-    return StoredTensor(
-        shape, functools.partial(stored_tensor.fill_rows, shape, read_rows), stored.name
-    )
+    block = places.choose_block(path, 4 * math.prod(shape))
+    read = functools.partial(stored_tensor.fill_rows, shape, read_rows, block=block)
+    return StoredTensor(shape, read, stored.name, is_remote=places.is_remote(path))
 
 
 def write_folder(tensors: Parameters, dtype: str, folder: pathlib.Path, report: Report) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from specdec_jax.files.places import FolderCopy
 from specdec_jax.files.reading import PathLike, mismatch_error
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.model_defaults import ModelDefaults
@@ -33,6 +34,8 @@ class StoredTensor:
         only the whole can be read.
       parts: the int8 values and float32 scales whose product the parameter is, if it is stored in
         int8, else None. The scales have length 1 along the axis on which all numbers share a scale.
+      is_remote: whether it is read from a store, where several readings at a time are faster.
+      copy: the copy of a remote folder that is read, which lives as long as the tensor; or None.
     """
 
     shape: tuple[int, ...]
@@ -41,6 +44,8 @@ class StoredTensor:
     turned: bool = False
     read_part: Callable[[np.dtype, tuple[slice, ...]], np.ndarray] | None = None
     parts: "tuple[StoredTensor, StoredTensor] | None" = None
+    is_remote: bool = False
+    copy: FolderCopy | None = None
 
     @property
     def size(self) -> int:
@@ -182,7 +187,7 @@ def check_shapes(
             raise mismatch_error(path, f"unexpected parameter {name}", f"only those {whose}")
 
 
-_BLOCK_BYTES = 1 << 22  # how much `fill_rows` reads at a time
+_BLOCK_BYTES = 1 << 22  # how much of a local file `fill_rows` reads at a time
 
 
 def fill_rows(
@@ -191,6 +196,7 @@ def fill_rows(
     dtype: npt.DTypeLike,
     transpose: bool = False,
     multiple: int = 1,
+    block: int | None = None,
 ) -> np.ndarray:
     """Returns an array built from blocks of rows: a cast or a transpose holds no second copy of it.
 
@@ -200,12 +206,13 @@ def fill_rows(
       dtype: dtype of the result.
       transpose: whether the result is the transpose of the stored matrix.
       multiple: number of rows that are stored together; blocks are multiples of it.
+      block: bytes of a block in float32; None: as suits a local file.
     """
     out = np.empty(shape[::-1] if transpose else shape, dtype)
     if not shape:
         out[()] = read_rows(0, 1).reshape(())
         return out
-    rows = _BLOCK_BYTES // (4 * max(1, math.prod(shape[1:])))
+    rows = (block or _BLOCK_BYTES) // (4 * max(1, math.prod(shape[1:])))
     step = multiple * max(1, rows // multiple)
     by_rows = out.T if transpose else out
     for start in range(0, shape[0], step):

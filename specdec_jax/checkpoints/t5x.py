@@ -14,6 +14,7 @@ from flax import serialization
 from specdec_jax.checkpoints import flax_msgpack, stored_tensor, tensorstore_arrays
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, Parameters, Report, StoredTensor
 from specdec_jax.files import reading
+from specdec_jax.files.places import AnyPath
 from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.config_validation import build
@@ -26,13 +27,14 @@ _MOST_LAYERS = 1000  # the limit of a configuration
 _TABLE_SIZE = 1 << 22  # most numbers in the position tables of all layers; T5 11B's have 98,304
 
 
-def find_step(folder: pathlib.Path) -> pathlib.Path | None:
+def find_step(folder: AnyPath) -> AnyPath | None:
     """Returns the `checkpoint_<step>` directory that `folder` is, or the newest in it, or None."""
     if _is_step(folder):
         return folder
     matches = ((_STEP.fullmatch(child.name), child) for child in folder.iterdir())
-    steps = {int(name[1]): child for name, child in matches if name and _is_step(child)}
-    return steps[max(steps)] if steps else None
+    steps = {int(name[1]): child for name, child in matches if name}
+    newest = (steps[step] for step in sorted(steps, reverse=True))
+    return next(filter(_is_step, newest), None)
 
 
 def explain_unsupported(config: ModelConfig) -> str | None:
@@ -52,17 +54,17 @@ def explain_unsupported(config: ModelConfig) -> str | None:
     return None
 
 
-def _is_step(folder: pathlib.Path) -> bool:
+def _is_step(folder: AnyPath) -> bool:
     return (folder / "checkpoint").is_file() or (folder / "state").is_dir()
 
 
-def parse_step(folder: pathlib.Path) -> int | None:
+def parse_step(folder: AnyPath) -> int | None:
     """Returns the step in the name `checkpoint_<step>`, None for other names."""
     match = _STEP.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
-def open_step(folder: pathlib.Path, config: T5Config | None = None) -> Checkpoint:
+def open_step(folder: AnyPath, config: T5Config | None = None) -> Checkpoint:
     """Opens a `checkpoint_<step>` directory without reading its parameters.
 
     Args:
@@ -80,7 +82,7 @@ def open_step(folder: pathlib.Path, config: T5Config | None = None) -> Checkpoin
     return Checkpoint(config or infer_config(parameters, folder), parameters)
 
 
-def _open_legacy(folder: pathlib.Path) -> Parameters:
+def _open_legacy(folder: AnyPath) -> Parameters:
     path = folder / "checkpoint"
     contents = flax_msgpack.read_tree(path)
     version = contents.get("version", 0) if isinstance(contents, dict) else 0
@@ -91,7 +93,17 @@ def _open_legacy(folder: pathlib.Path) -> Parameters:
     if not isinstance(target, dict):
         raise mismatch_error(path, "no 'target'", "the parameters of a T5X checkpoint")
     arrays = flatten(target, is_leaf=lambda _, value: _is_spec(value))
-    return {name: _open_legacy_array(name, value, path) for name, value in arrays.items()}
+    # Whatever file system it was written to (gfile, gcs), the arrays now lie beside the msgpack.
+    # Before TensorStore 0.1.14 the path was at the top of the spec.
+    folders = {
+        name: _find_array(name, spec, path) for name, spec in arrays.items() if _is_spec(spec)
+    }
+    made = {
+        name: flax_msgpack.open_array(path, name, value)
+        for name, value in arrays.items()
+        if name not in folders
+    }
+    return made | tensorstore_arrays.open_zarr(folder, folders)
 
 
 def _is_spec(value: Any) -> bool:
@@ -99,25 +111,23 @@ def _is_spec(value: Any) -> bool:
     return isinstance(value, dict) and {"driver", "kvstore"} <= value.keys()
 
 
-def _open_legacy_array(name: str, spec: Any, path: pathlib.Path) -> StoredTensor:
-    if not _is_spec(spec):
-        return flax_msgpack.open_array(path, name, spec)
+def _find_array(name: str, spec: dict, path: AnyPath) -> str:
+    """Returns the folder of a parameter's array, from the checkpoint's on."""
     store = spec["kvstore"]
     if spec["driver"] != "zarr" or not isinstance(store, dict):
         raise mismatch_error(
             f"{path}: parameter {name}", f"driver {quote_value(spec['driver'])}", "zarr"
         )
-    # Whatever file system it was written to (gfile, gcs), the arrays now lie beside the msgpack.
-    # Before TensorStore 0.1.14 the path was at the top of the spec.
-    array = reading.join_inside(path.parent, store.get("path", spec.get("path")), path)
+    given: Any = store.get("path", spec.get("path"))
+    array = reading.join_inside(path.parent, given, path)
     reading.check_folder(array)
-    if (array / ".zarray").exists():
+    # In a store TensorStore checks it: a listing of every array's folder would take long.
+    if isinstance(array, pathlib.Path) and (array / ".zarray").exists():
         reading.check_file(array / ".zarray")
-    kvstore = {"driver": "file", "path": f"{array.resolve()}/"}
-    return tensorstore_arrays.open_array({"driver": "zarr", "kvstore": kvstore}, name, path.parent)
+    return str(pathlib.PurePosixPath(given))
 
 
-def _unstack(stored: Parameters, folder: pathlib.Path, per_layer: bool | None) -> Parameters:
+def _unstack(stored: Parameters, folder: AnyPath, per_layer: bool | None) -> Parameters:
     """Returns the parameters of `scalable_t5` as those of separate layers; others as they are.
 
     In `scalable_t5` the layers are stacked on axis 1 under `decoder/decoder` and `encoder/encoder`
@@ -175,7 +185,7 @@ def _join_heads(tensor: StoredTensor, module: str) -> StoredTensor:
     )
 
 
-def _read_tables(tensor: StoredTensor, name: str, folder: pathlib.Path) -> np.ndarray:
+def _read_tables(tensor: StoredTensor, name: str, folder: AnyPath) -> np.ndarray:
     """Returns the position tables `[H, layers, buckets]` of a stack in float32."""
     if len(tensor.shape) != 3 or tensor.size > _TABLE_SIZE:
         raise mismatch_error(
@@ -184,7 +194,7 @@ def _read_tables(tensor: StoredTensor, name: str, folder: pathlib.Path) -> np.nd
     return tensor.load(np.float32)
 
 
-def _share_table(tables: np.ndarray, dtype: str, name: str, folder: pathlib.Path) -> StoredTensor:
+def _share_table(tables: np.ndarray, dtype: str, name: str, folder: AnyPath) -> StoredTensor:
     """Returns the table `[H, buckets]` that all layers of `tables [H, layers, buckets]` share."""
     if not (tables == tables[:, :1]).all():
         raise mismatch_error(

@@ -1,15 +1,18 @@
 """Reads and writes arrays with TensorStore: zarr (legacy T5X) and OCDBT databases (Orbax)."""
 
+import concurrent.futures
+import functools
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
 
 from specdec_jax.checkpoints.stored_tensor import FLOATS, Parameters, StoredTensor, fill_rows
 from specdec_jax.files import reading
+from specdec_jax.files.places import AnyPath, FolderCopy
 from specdec_jax.files.reading import PathLike, mismatch_error
 from specdec_jax.files.writing import write_file
 
@@ -20,13 +23,39 @@ _CHUNK_BYTES = 1 << 26  # size of a chunk that T5X aims at
 # Limit of Orbax's list of all arrays, optimizer states included, and of the database's list of its
 # nodes.
 _STRUCTURE_BYTES = 1 << 24
+# Arrays of a store that are opened at a time, and bytes of a database's nodes that are kept then.
+_OPENED, _NODES_BYTES = 16, 1 << 26
 _COMMIT_BYTES = 1 << 28  # arrays of this size are held, and written to a database together
 
 
+def open_base(folder: AnyPath, below: Collection[str] = ("",)) -> tuple[dict, FolderCopy | None]:
+    """Returns TensorStore's spec of a folder, whose path ends with a slash, and the copy behind it.
+
+    TensorStore itself reads this machine and `gs://`, and only what is asked for. From any other
+    store the files and folders `below` are copied first.
+    """
+    if isinstance(folder, pathlib.Path):
+        # A file:// URL would need '#', '?' and '%' of the path to be quoted.
+        return {"driver": "file", "path": f"{folder.resolve()}/"}, None
+    if folder.scheme in ("gs", "gcs"):
+        bucket, _, path = str(folder).partition("://")[2].partition("/")
+        return {"driver": "gcs", "bucket": bucket, "path": f"{path}/" if path else ""}, None
+    copy = FolderCopy(folder, below)
+    return open_base(copy.path)[0], copy
+
+
 def open_array(
-    spec: dict, name: str, path: PathLike, dtypes: tuple[str, ...] = FLOATS
+    spec: dict,
+    name: str,
+    path: PathLike,
+    dtypes: tuple[str, ...] = FLOATS,
+    copy: FolderCopy | None = None,
+    context: Any = None,
 ) -> StoredTensor:
     """Opens the array of a TensorStore spec; reads only its metadata.
+
+    The tensor keeps `copy`, which has the array's files, if any. `context` is TensorStore's, None:
+    one of its own.
 
     Raises:
       ValueError: there is no such array, its dtype is none of `dtypes`, or its chunks, which are
@@ -39,11 +68,11 @@ def open_array(
     # Without this a missing chunk reads as zeros.
     spec = spec | {"open": True, "fill_missing_data_reads": False}
     try:
-        files = tensorstore.KvStore.open(spec["kvstore"]).result()
+        files = tensorstore.KvStore.open(spec["kvstore"], context=context).result()
         metadata = files.read(_METADATA[spec["driver"]]).result().value
         if len(metadata) > _METADATA_BYTES:
             raise ValueError(f"metadata of {len(metadata):,} bytes")
-        store = tensorstore.open(spec, read=True).result()
+        store = tensorstore.open(spec, read=True, context=context).result()
     except ValueError as error:
         raise mismatch_error(whose, _shorten_message(error), "an array there") from None
     shape, stored = tuple(store.shape), store.dtype.name
@@ -72,7 +101,40 @@ def open_array(
 
         return fill_rows(shape, read_rows, dtype, transpose, multiple=rows)
 
-    return StoredTensor(shape, read, stored, read_part=read_part)
+    remote = context is not None
+    return StoredTensor(shape, read, stored, read_part=read_part, is_remote=remote, copy=copy)
+
+
+def _open_arrays(
+    specs: dict[str, dict],
+    path: AnyPath,
+    base: dict,
+    copy: FolderCopy | None,
+    allowed_dtypes: Callable[[str], tuple[str, ...]] | None = None,
+) -> Parameters:
+    """Opens the arrays of several specs by their names; those of a store many at a time."""
+    import tensorstore
+
+    def open_one(name: str, context: Any = None) -> StoredTensor:
+        dtypes = allowed_dtypes(name) if allowed_dtypes else FLOATS
+        return open_array(specs[name], name, path, dtypes, copy, context)
+
+    if base.get("driver") == "file" or not specs:
+        return {name: open_one(name) for name in specs}
+    context = tensorstore.Context({"cache_pool#nodes": {"total_bytes_limit": _NODES_BYTES}})
+    with concurrent.futures.ThreadPoolExecutor(_OPENED) as pool:
+        opened = pool.map(functools.partial(open_one, context=context), specs)
+        return dict(zip(specs, opened))
+
+
+def open_zarr(folder: AnyPath, folders: dict[str, str]) -> Parameters:
+    """Opens arrays by their names; `folders` has each one's own folder, from `folder` on."""
+    base, copy = open_base(folder, folders.values()) if folders else ({}, None)
+    specs = {
+        name: {"driver": "zarr", "kvstore": base | {"path": f"{base['path']}{array}/"}}
+        for name, array in folders.items()
+    }
+    return _open_arrays(specs, folder, base, copy)
 
 
 def _shorten_message(error: ValueError) -> str:
@@ -81,7 +143,7 @@ def _shorten_message(error: ValueError) -> str:
     return text.split(" [source locations=")[0].strip()
 
 
-def read_structure(folder: pathlib.Path) -> tuple[list[tuple[str, ...]], str]:
+def read_structure(folder: AnyPath) -> tuple[list[tuple[str, ...]], str]:
     """Returns the paths of all leaves of an Orbax folder, and TensorStore's driver for them."""
     path = folder / "_METADATA"
     if not path.exists():
@@ -97,7 +159,7 @@ def read_structure(folder: pathlib.Path) -> tuple[list[tuple[str, ...]], str]:
 
 
 def open_ocdbt(
-    folder: pathlib.Path,
+    folder: AnyPath,
     prefix: tuple[str, ...] = (),
     allowed_dtypes: Callable[[str], tuple[str, ...]] | None = None,
 ) -> Parameters:
@@ -109,16 +171,16 @@ def open_ocdbt(
     reading.check_folder(folder)
     for manifest in folder.rglob("manifest.*"):  # which is read whole, unlike the data
         reading.check_file(manifest, _STRUCTURE_BYTES)
-    # A file:// URL would need '#', '?' and '%' of the path to be quoted.
-    base, tensors = {"driver": "file", "path": f"{folder.resolve()}/"}, {}
+    (base, copy), specs = open_base(folder), {}
     for path in paths:
         if path[: len(prefix)] != prefix:
             continue
         name = "/".join(path[len(prefix) :])
         kvstore = {"driver": "ocdbt", "base": base, "path": ".".join(path) + "/"}
-        dtypes = allowed_dtypes(name) if allowed_dtypes else FLOATS
-        tensors[name] = open_array({"driver": driver, "kvstore": kvstore}, name, folder, dtypes)
-    return tensors
+        if base["driver"] != "file":
+            kvstore["cache_pool"] = "cache_pool#nodes"
+        specs[name] = {"driver": driver, "kvstore": kvstore}
+    return _open_arrays(specs, folder, base, copy, allowed_dtypes)
 
 
 def _make_spec(array: np.ndarray, compressor: str) -> dict:

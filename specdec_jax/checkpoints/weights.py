@@ -1,8 +1,11 @@
 """Reads a checkpoint's parameters one at a time: in floating point, or with weights in int8."""
 
+import collections
+import concurrent.futures
+import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,8 @@ from specdec_jax.checkpoints.stored_tensor import Checkpoint, Report, StoredTens
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.parameters import parameter_shapes, unflatten
 
+# Parameters of a store that are read at a time, if all have at most a part of the checkpoint.
+_READERS, _AHEAD, _LEAST_AHEAD = 8, 16, 4 << 20
 _EMBEDDING, _HEAD = "token_embedder/embedding", "decoder/logits_dense/kernel"
 
 
@@ -78,7 +83,8 @@ def read_params(
     """
     params: dict = {name: None for name in parameter_shapes(checkpoint.config)}
     # The largest first: what a read needs beside its result comes when little else is in memory.
-    for name, tensor in sorted(checkpoint.parameters.items(), key=lambda item: -item[1].size):
+    tensors = sorted(checkpoint.parameters.items(), key=lambda item: -item[1].size)
+    for name, tensor in _read_ahead(tensors, dtype, int8_weights) if rules is None else tensors:
         if int8_weights and _is_weight(name):
             params[name] = _read_int8(name, tensor, input_bits)
         else:
@@ -87,6 +93,41 @@ def read_params(
             params[_HEAD] = _read_int8(_HEAD, tensor.transposed(), input_bits)
         report(tensor.size)
     return unflatten(params)
+
+
+def _read_ahead(
+    tensors: list[tuple[str, StoredTensor]], dtype: str, int8_weights: str | None
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields tensors by name; those of a store are then in memory, and the next ones on their way.
+
+    Only those that are read once, in one dtype, are read ahead.
+    """
+    kinds = {
+        name: jnp.dtype("float32" if int8_weights and _is_weight(name) else dtype)
+        for name, tensor in tensors
+        if tensor.is_remote and not tensor.parts and not (int8_weights and name == _EMBEDDING)
+    }
+    sizes = {name: kinds[name].itemsize * tensor.size for name, tensor in tensors if name in kinds}
+    most = max(_LEAST_AHEAD, sum(sizes.values()) // _AHEAD)
+    waiting = collections.deque((name, tensor) for name, tensor in tensors if name in kinds)
+    running: dict[str, concurrent.futures.Future] = {}
+    with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+        for name, tensor in tensors:
+            while waiting and (
+                not running or sum(sizes[other] for other in running) + sizes[waiting[0][0]] <= most
+            ):
+                following, its = waiting.popleft()
+                running[following] = pool.submit(its.load, kinds[following])
+            if name in running:
+                try:
+                    held = StoredTensor.from_array(running[name].result())
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
+                tensor = dataclasses.replace(held, dtype=tensor.dtype)
+                del held
+            yield name, tensor
+            running.pop(name, None)
 
 
 def _read_floats(

@@ -1,7 +1,6 @@
 """Runs `specdec convert`: writes a checkpoint in another format."""
 
 import dataclasses
-import pathlib
 import sys
 
 from specdec_jax.backends.xla import ACTIVATIONS
@@ -68,7 +67,7 @@ def _read_gated_config(source: str, activation: str) -> T5Config:
     name = "gated_activation"
     if activation not in ACTIVATIONS:
         raise ValueError(f"{name}: got {activation!r}, expected one of {ACTIVATIONS}")
-    if t5x.find_step(pathlib.Path(source)) is None:
+    if t5x.find_step(loader.resolve(source)) is None:
         raise ValueError(f"{name}: got it for {source}, expected it for a T5X checkpoint only")
     shape = check_t5("source", loader.load_shape(source))
     if len(shape.mlp_activations) == 1:

@@ -1,4 +1,4 @@
-"""Runs `specdec count`: counts an n-gram table of the outputs in text files."""
+"""Runs `specdec count`: counts an n-gram table of outputs in text files, or sorts the texts."""
 
 import dataclasses
 import sys
@@ -6,10 +6,13 @@ from collections.abc import Iterator
 
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands.options import check_at_least
+from specdec_jax.drafters.named import NGRAMS, SORTED
 from specdec_jax.drafters.ngram import NGramDrafter
+from specdec_jax.drafters.suffix import SuffixDrafter
 from specdec_jax.files.progress import track
 from specdec_jax.files.writing import check_output
 from specdec_jax.models.arguments import document_fields, make_option
+from specdec_jax.tokenizers.vocabularies import Vocabulary
 from specdec_jax.training import text_files
 
 
@@ -24,7 +27,9 @@ class CountOptions:
       input_file: UTF-8 text, gzip or not: one output a line, or source, tab, output; repeatable
       continuations: how many of the most frequent next tokens are kept for each context
       sampled: draft tokens drawn from the frequencies instead of the most frequent token
-      output: file (.npz) that the table is written to, for --drafter
+      suffix: instead of a table write the texts themselves, sorted, of which long passages are
+        drafted (REST); of two columns both; the file is mapped into memory, whatever its size
+      output: file (.npz; .suffix with --suffix) that is written, for --drafter
     """
 
     target: str | None = None
@@ -33,6 +38,7 @@ class CountOptions:
     order: int = make_option(2, "n of the n-grams: 1 counts single tokens, 2 pairs, …")
     continuations: int = 8
     sampled: bool = False
+    suffix: bool = False
     output: str | None = None
 
     def check(self) -> None:
@@ -43,8 +49,9 @@ class CountOptions:
             raise ValueError("input_file: got nothing, expected a UTF-8 text file")
         for path in self.input_file:
             text_files.check_is_file("input_file", path)
-        if not self.output or not self.output.endswith(".npz"):
-            expected = "the name of a file that ends in .npz"
+        end = SORTED if self.suffix else NGRAMS
+        if not self.output or not self.output.endswith(end):
+            expected = f"the name of a file that ends in {end}"
             raise ValueError(f"output: got {self.output!r}, expected {expected}")
         check_at_least(1, order=self.order, continuations=self.continuations)
         check_output(self.output)
@@ -59,33 +66,50 @@ def run(options: CountOptions) -> None:
     if vocabulary is None:
         expected = "one (spiece.model or tokenizer.json)"
         raise ValueError(f"target: got {options.target} without a vocabulary, expected {expected}")
-    lines = [line for path in options.input_file for line in _read_outputs(path)]
-    end, prompted = list(vocabulary.eos_ids[:1]), config.decoder_only
-    sequences = [  # what stands before a prompt is not drafted: the start token is in its place
-        vocabulary.encode(line) + end if prompted else vocabulary.encode_output(line)
-        for line in track(lines, len(lines), "lines")
-    ]
+    pairs = [pair for path in options.input_file for pair in _read_pairs(path)]
     size = min(vocabulary.size, config.vocab_size)
-    drafter = NGramDrafter.count(
-        sequences,
-        size,
-        options.order,
-        start_token=start_token,
-        continuations=options.continuations,
-        sampled=options.sampled,
-        vocabulary=vocabulary,
-    )
-    drafter.save(options.output)
-    tokens, contexts = sum(map(len, sequences)), len(drafter.starts) - 1
-    counts = f"{len(lines)} outputs of {tokens} tokens, {contexts} contexts"
+    if options.suffix:
+        before = [] if config.decoder_only else [start_token]
+        texts = [
+            vocabulary.encode_input(source) * bool(source)
+            + before
+            + _encode_output(vocabulary, output, config.decoder_only)
+            for source, output in track(pairs, len(pairs), "lines")
+        ]
+        SuffixDrafter.save_texts(options.output, texts, size, vocabulary)
+        counts = f"{len(pairs)} texts of {sum(map(len, texts))} tokens"
+    else:
+        sequences = [
+            _encode_output(vocabulary, output, config.decoder_only)
+            for _, output in track(pairs, len(pairs), "lines")
+        ]
+        drafter = NGramDrafter.count(
+            sequences,
+            size,
+            options.order,
+            start_token=start_token,
+            continuations=options.continuations,
+            sampled=options.sampled,
+            vocabulary=vocabulary,
+        )
+        drafter.save(options.output)
+        tokens, contexts = sum(map(len, sequences)), len(drafter.starts) - 1
+        counts = f"{len(pairs)} outputs of {tokens} tokens, {contexts} contexts"
     print(f"{options.output}: {counts}", file=sys.stderr)
 
 
-def _read_outputs(path: str) -> Iterator[str]:
-    """Yields the last of one or two columns of every line, if it has any text.
+def _encode_output(vocabulary: Vocabulary, text: str, prompted: bool) -> list[int]:
+    """Returns the ids of an output, without what stands before a prompt: it is not drafted."""
+    if prompted:
+        return vocabulary.encode(text) + list(vocabulary.eos_ids[:1])
+    return vocabulary.encode_output(text)
+
+
+def _read_pairs(path: str) -> Iterator[tuple[str, str]]:
+    """Yields source ("" where there is none) and output of every line, if the output has any text.
 
     Raises:
-      ValueError: a line has more columns, or the file cannot be read.
+      ValueError: a line has more than two columns, or the file cannot be read.
     """
     for number, line in enumerate(text_files.read_lines(path), 1):
         columns = line.split("\t")
@@ -94,4 +118,4 @@ def _read_outputs(path: str) -> Iterator[str]:
             got = f"got {len(columns)} columns"
             raise ValueError(f"{path}, line {number}: {got}, expected {expected}")
         if columns[-1].strip():
-            yield columns[-1]
+            yield columns[0] if len(columns) > 1 else "", columns[-1]

@@ -14,6 +14,7 @@ from typing import Any
 from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.commands import distill_lines
 from specdec_jax.files import reading
+from specdec_jax.files.places import AnyPath
 from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import lock_folder, write_file
@@ -98,7 +99,7 @@ def _read_vocabulary(config: DistillConfig, width: int) -> Vocabulary:
     return ids.vocabulary
 
 
-def _read_sources(config: DistillConfig, paths: Iterable[pathlib.Path]) -> list[str]:
+def _read_sources(config: DistillConfig, paths: Iterable[AnyPath]) -> list[str]:
     sources = []
     for path in paths:
         lines = [line.partition("\t")[0] for line in text_files.read_lines(path)]

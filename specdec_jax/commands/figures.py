@@ -1,7 +1,6 @@
 """Runs `specdec figures`: writes an HTML page of the paper's figures and measured records."""
 
 import dataclasses
-import pathlib
 
 from specdec_jax.analysis.report.page import report
 from specdec_jax.analysis.report.records import MOST_ITEMS, read_records
@@ -35,9 +34,7 @@ def check_page(name: str, path: str) -> None:
 def run(options: FiguresOptions) -> None:
     """Runs `specdec figures`."""
     options.check()
-    read = [
-        (pathlib.Path(path), record) for path in options.records for record in read_records(path)
-    ]
+    read = [(path, record) for path in options.records for record in read_records(path)]
     if len(read) > MOST_ITEMS:
         raise ValueError(f"records: got {len(read)} records, expected at most {MOST_ITEMS}")
     write_file(options.output, report(read))

@@ -9,6 +9,7 @@ import functools
 import importlib.metadata
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,7 @@ import numpy as np
 from specdec_jax.checkpoints import native_format
 from specdec_jax.commands.endings import Endings
 from specdec_jax.commands.generation_flags import GenerationFlags, check_one_value
-from specdec_jax.commands.options import ModelOptions, check_at_least, is_same_file
+from specdec_jax.commands.options import ModelOptions, check_at_least
 from specdec_jax.commands.output_lines import Sentences, join_lines, to_json
 from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.commands.sentences import read_sentences
@@ -38,6 +39,9 @@ from specdec_jax.decoding.search_options import check_beam_options, check_drafti
 from specdec_jax.decoding.stream import Piece, stream
 from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.drafters import named
+from specdec_jax.drafters.suffix import SuffixDrafter
+from specdec_jax.drafters.suffix_history import SuffixHistory
+from specdec_jax.files import places
 from specdec_jax.files.progress import Progress, print_line
 from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import check_output, is_pass_through, open_new_file
@@ -80,6 +84,8 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         ende/sentences.txt: English sentences that come with the package
       output_file: file for the outputs instead of standard output; what is finished is kept beside
         it (.partial), so that the same command resumes after a kill
+      shard: I/N, such as 0/4: decode only part I, counted from 0, of N equal parts of --input_file
+        or --task; the parts one after the other are what a run without it gives
       learn: train the drafter, a model, on finished outputs while others are decoded, for at most 4
         percent of the time and only as long as it pays; above temperature 0 with --verifier=gumbel;
         with --output_file what was learnt is kept beside it (.learned) until the end
@@ -98,6 +104,7 @@ class GenerateOptions(GenerationFlags, ModelOptions):
     non_finite: str = "report"
     input_file: str | None = None
     output_file: str | None = None
+    shard: str | None = None
     learn: bool = False
     task: str | None = None
     split: str | None = make_option(None, "split of --task (default: test)")
@@ -133,13 +140,40 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         if self.output_file and self.stream:
             got = f"stream: got True with output_file={self.output_file!r}"
             raise UnsupportedCombination(f"{got}, expected one of the two")
-        if self.output_file and self.input_file and is_same_file(self.output_file, self.input_file):
+        source = self.input_file
+        if self.output_file and source and places.is_same(self.output_file, source):
             got = f"output_file: got {self.output_file!r}, which is the input"
             raise ValueError(f"{got}, expected another file")
         if self.stream and self.rows * config.num_samples > 1:
             got = f"batch_size={self.rows}, num_samples={config.num_samples}"
             raise checks.unsupported("stream", got, "1 of each: outputs would run into each other")
         self._check_task(config)
+        self._parse_shard()
+
+    def _parse_shard(self) -> tuple[int, int]:
+        """Returns the number of the part to decode, and that of all parts."""
+        if self.shard is None:
+            return 0, 1
+        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", self.shard)
+        part, parts = map(int, match.groups()) if match else (0, 0)
+        if part >= parts:
+            expected = "I/N: a part I, counted from 0, of N parts"
+            raise ValueError(f"shard: got {self.shard!r}, expected {expected}")
+        if not self.task and self.input_file in (None, "-"):
+            raise checks.unsupported("shard", repr(self.shard), "--input_file or --task too")
+        return part, parts
+
+    def choose_numbers(self, inputs: int) -> range:
+        """Returns the numbers of the inputs that are decoded, of so many.
+
+        Raises:
+          ValueError: there are fewer inputs than parts.
+        """
+        part, parts = self._parse_shard()
+        if parts > max(inputs, 1):
+            got = f"{self.shard!r} of {inputs} sentences"
+            raise ValueError(f"shard: got {got}, expected at most as many parts")
+        return range(inputs * part // parts, inputs * (part + 1) // parts)
 
     def _check_beams(self, config: GenerationConfig) -> None:
         """Rejects options of a beam search without one, and those that mean nothing with one."""
@@ -185,6 +219,11 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         return bool(self.output_file and not is_pass_through(self.output_file))
 
     @property
+    def remembers(self) -> bool:
+        """Whether a drafter that can may read the outputs of earlier inputs."""
+        return bool(self.drafts and not self.stream)
+
+    @property
     def rows(self) -> int:
         return self.batch_size if self.batch_size is not None else 1 if self.stream else 8
 
@@ -198,7 +237,7 @@ class _Job(NamedTuple):
       outputs: number of outputs for every input.
       source: `Sentences`, or the examples of a task.
       endings: counts how outputs end.
-      learner: what trains the drafter while it drafts, or None.
+      learner: what improves the drafter while it drafts, or None.
     """
 
     options: GenerateOptions
@@ -208,7 +247,12 @@ class _Job(NamedTuple):
     outputs: int
     source: Any
     endings: Endings
-    learner: "OnlineDistillation | None" = None
+    learner: "OnlineDistillation | SuffixHistory | None" = None
+
+    @property
+    def numbers(self) -> range:
+        """Numbers of the inputs that are decoded."""
+        return self.options.choose_numbers(len(self.source.inputs))
 
 
 def run(
@@ -226,6 +270,8 @@ def run(
     config = options.configuration()
     read_examples = _find_examples(options, config) if options.task else None
     sentences = [] if options.task else read_sentences(arguments, options.input_file)
+    if sentences:
+        options.choose_numbers(len(sentences))  # which it checks before models are loaded
     target, drafter = options.load()
     most = max(_limit_new_tokens(config, target))
     limit = f"--max_new_tokens={most}"
@@ -247,12 +293,16 @@ def run(
         checks.check_prompts(
             target, drafts, lengths, np.array(_limit_new_tokens(config, target, lengths))
         )
-    learner = None
-    if options.learn:
+    numbers = options.choose_numbers(len(source.inputs))
+    learner: Any = None
+    if type(drafter) is SuffixDrafter and drafter.text is None and options.remembers:
+        learner = SuffixHistory(target, drafter)
+        drafter = learner.drafter
+    elif options.learn:
         from specdec_jax.training.online import OnlineDistillation
 
         model: Any = drafter  # anything else is rejected
-        expected = config.num_samples * len(source.inputs)  # of a search the best hypotheses
+        expected = config.num_samples * len(numbers)  # of a search the best hypotheses
         learner = OnlineDistillation(target, model, expected=expected)
         drafter = learner.drafter
     job = _Job(options, config, target, drafter, outputs, source, endings, learner)
@@ -262,13 +312,22 @@ def run(
         _print_pieces(job)
     else:
         lines = _pass_on(_decode(job), options.output_file)
-        if options.task:
-            source.finish(lines, None)
+        _finish_task(job, lines, None)
         for _ in lines:
             pass
     if learner is not None:
-        print_line(f"--learn: {learner.summary()}")
-    return endings.report(len(source.inputs))
+        what = "--learn" if options.learn else f"--drafter={options.drafter}"
+        print_line(f"{what}: {learner.summary()}")
+    return endings.report(len(numbers))
+
+
+def _finish_task(job: _Job, lines: Iterator[str], output_file: str | None) -> None:
+    """Computes a task's metrics, which need all parts of its examples."""
+    if job.options.task and job.options.shard:
+        what = "no metrics of a part; they need the lines of all"
+        print_line(f"--shard={job.options.shard}: {what}")
+    elif job.options.task:
+        job.source.finish(lines, output_file)
 
 
 def _limit_new_tokens(
@@ -304,10 +363,11 @@ def _find_examples(options: GenerateOptions, config: GenerationConfig) -> Callab
 
 def _decode(job: _Job) -> Iterator[str]:
     """Yields the lines of all outputs in the order of the inputs, and counts how they ended."""
-    inputs, options = job.source.inputs, job.options
+    numbers, options = job.numbers, job.options
     outputs = decode_all(
         job.target,
-        inputs,
+        job.source.inputs[numbers.start : numbers.stop],
+        first=numbers.start,
         batch_size=options.rows,
         seed=options.seed,
         config=job.config,
@@ -316,9 +376,9 @@ def _decode(job: _Job) -> Iterator[str]:
     )
     by_input = zip(*[outputs] * job.outputs)
     quiet = sys.stdout.isatty()  # which shows the outputs
-    with Progress("decoding", len(inputs), "sentences", quiet=quiet) as progress:
+    with Progress("decoding", len(numbers), "sentences", quiet=quiet) as progress:
         job.endings.say = progress.message  # above the bar
-        for number, rows_of_one in enumerate(by_input):
+        for number, rows_of_one in zip(numbers, by_input, strict=True):
             job.endings.add(number, rows_of_one)
             yield from job.source.lines(number, rows_of_one)
             progress.advance()
@@ -356,12 +416,13 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
     measures = config.gamma == "auto" and config.tree is None
     measured = {"costs": _costs_record(autotune.autotune(plan))} if measures else {}
     settings = _deciding_options(options, target, drafter, source.contents)
-    with Journal(options.output_file, settings, len(inputs), measured) as journal:
+    numbers, start = job.numbers, job.numbers.start
+    with Journal(options.output_file, settings, len(numbers), measured, start) as journal:
         on_start()
         if measured:
             # The costs that the job began with: every input gets what it would have got then.
             config, drafter = _use_costs(journal, config, drafter)
-        with Progress("decoding", len(inputs), "sentences") as progress:
+        with Progress("decoding", len(numbers), "sentences") as progress:
             endings.say = progress.message  # above the bar
             _restore(job, journal, progress)
             outputs = decode_stream(
@@ -372,7 +433,7 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
                 key=key,
                 batch_size=rows,
                 refill=continuous_batching.should_refill(rows, len(inputs), config.deadline),
-                skip=journal.done,
+                skip=journal.done.union(range(start), range(numbers.stop, len(inputs))),
             )
             with _keep_learned(learner, journal) as save:
                 for number, rows_of_one in outputs:
@@ -383,8 +444,7 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
         if learner is not None:
             _learned_path(journal).unlink(missing_ok=True)
         try:
-            if options.task:
-                source.finish(journal.lines(), options.output_file)
+            _finish_task(job, journal.lines(), options.output_file)
         except ValueError:  # everything is decoded, which may have taken hours
             journal.finish()
             raise
@@ -398,7 +458,7 @@ def _learned_path(journal: Journal) -> pathlib.Path:
 
 @contextlib.contextmanager
 def _keep_learned(
-    learner: "OnlineDistillation | None", journal: Journal
+    learner: "OnlineDistillation | SuffixHistory | None", journal: Journal
 ) -> Iterator[Callable[[], None]]:
     """Restores what a learner kept, and yields what saves it now and then.
 
@@ -429,15 +489,15 @@ def _restore(job: _Job, journal: Journal, progress: Progress) -> None:
     Raises:
       ValueError: an input has no output, and the options do not allow it.
     """
-    total = len(job.source.inputs)
+    total = len(job.numbers)
     if journal.done:
-        progress.message(f"{journal.path}: {len(journal.done)} of {total} sentences are there")
+        progress.message(f"{journal.name}: {len(journal.done)} of {total} sentences are there")
         progress.skip(len(journal.done))
     for number, note in journal.notes.items():
         job.endings.restore(number, note, job.outputs)
     if job.endings.failed and job.config.non_finite == "raise":
         got = f"{checks.list_in_words('sentence', job.endings.failed, total)} without output"
-        raise ValueError(f"{journal.path}: got {got}, expected --non_finite=report")
+        raise ValueError(f"{journal.name}: got {got}, expected --non_finite=report")
 
 
 def _costs_record(plan: Plan) -> dict[str, Any]:
@@ -469,7 +529,7 @@ def _use_costs(
         ):
             policy = Auto(**{**record, "costs": tuple(costs)})
             return dataclasses.replace(config, gamma=policy), drafter
-    raise mismatch_error(journal.path, repr(str(record)[:80]), "costs of iterations")
+    raise mismatch_error(journal.name, repr(str(record)[:80]), "costs of iterations")
 
 
 def _deciding_options(
@@ -519,7 +579,7 @@ def _read_pieces(job: _Job, number: int, key: jax.Array) -> Iterator[Piece]:
 def _print_pieces(job: _Job) -> None:
     """Decodes every sentence alone and prints its text as it is committed."""
     keys = fold_keys(make_key(job.options.seed), np.arange(len(job.source.inputs)))
-    for number in range(len(job.source.inputs)):
+    for number in job.numbers:
         held = ""  # spaces at the end: with a line end after them they become one
         for piece in _read_pieces(job, number, keys[number : number + 1]):
             if piece.finish_reason:

@@ -14,8 +14,8 @@ from absl.flags import Flag, FlagValues
 _GROUPS = """
 models: target drafter drafter_shape vocabulary dtype quantize gated_activation mesh shard_drafter
   shortlist_size shortlist drafter_int8
-input and output: records source format input_file limit sweep output_file output config json plot
-  report picture trace stream source_files validation_files data_dir output_dir max_sources
+input and output: records source format input_file limit sweep output_file shard output config json
+  plot report picture trace stream source_files validation_files data_dir output_dir max_sources
 drafting and verifying: gamma gamma_max gamma_policy gamma_settings tree tree_nodes verifier
   choose_verifier lenience typical_epsilon typical_delta drafter_sampling learn
 sampling and lengths: greedy samples generation_config temperature top_k top_p min_p seed
@@ -26,7 +26,7 @@ batches and limits: batch_size max_input_length deadline non_finite shard_size
 seqio tasks instead of sentences: task split module_import score_targets tfds_data_dir
 what is measured: repeats widths compare_alpha against suite
 random weights instead of models: preset drafter_preset input_length synthetic_alpha
-the table: order continuations sampled
+the table: order continuations sampled suffix
 training: distill_weight divergence distill_temperature select masks steps warmup_steps decay_steps
   learning_rate batch_tokens buckets matmul_dtype log_every save_every evaluate_every
 settings, cache and errors: gin_file gin_search_paths compilation_cache_dir debug help

@@ -11,7 +11,6 @@ import functools
 import importlib
 import inspect
 import os
-import pathlib
 import re
 import signal
 import sys
@@ -27,6 +26,7 @@ from absl import flags
 import specdec_jax
 from specdec_jax.commands import help_page, paths
 from specdec_jax.commands.errors import CheckFailed
+from specdec_jax.files import places
 
 # What gin raises for a file that is no valid code, beside ValueError, TypeError and OSError.
 _BAD_CODE = (SyntaxError, ImportError, NameError, AttributeError, TokenError)
@@ -363,9 +363,10 @@ def _make_options(
             raise UsageError(f"specdec {name}: got no settings, expected {expected}") from None
     folders = values.gin_search_paths
     for file in values.gin_file:
-        if not any(pathlib.Path(folder, file).is_file() for folder in folders):
+        if not any(places.join(folder, file).is_file() for folder in folders):
             raise UsageError(f"gin_file: got {file!r}, expected a file in {', '.join(folders)}")
     gin.clear_config()
+    gin.config.register_file_reader(places.open_text, places.is_remote_file)
     for folder in folders:
         gin.add_config_file_search_path(folder)
     where = ", ".join(values.gin_file) or "--gin.NAME=value"

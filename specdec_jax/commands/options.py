@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 from typing import Any
 
 import numpy as np
@@ -70,7 +69,8 @@ class ModelOptions:
         "a smaller model, named like --target; a folder that `specdec train_heads` or"
         " `specdec train_eagle` wrote;"
         " parallel:FOLDER, a model that drafts all tokens in one call;"
-        " exit:K, the target's first K decoder layers; a table (.npz) that `specdec count` wrote; "
+        " exit:K, the target's first K decoder layers;"
+        " a table (.npz) or sorted text (.suffix) that `specdec count` wrote; "
         + "; ".join(f"{name}: {one.summary}" for name, one in named.WITHOUT_FILES.items())
         + " (default: none, which is autoregressive decoding)",
     )
@@ -276,8 +276,3 @@ def check_at_least(minimum: int, **values: int) -> None:
     for name, value in values.items():
         if value < minimum:
             raise ValueError(f"{name}: got {value}, expected at least {minimum}")
-
-
-def is_same_file(path: str, other: str) -> bool:
-    """Returns whether both paths exist and are the same file."""
-    return all(map(os.path.exists, (path, other))) and os.path.samefile(path, other)

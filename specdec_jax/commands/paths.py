@@ -8,7 +8,7 @@ from typing import Any
 
 from absl import flags
 
-from specdec_jax.files import writing
+from specdec_jax.files import places, writing
 
 # Options that are paths, of all commands; some may have other values too, such as the name of a
 # drafter.
@@ -53,7 +53,9 @@ def find_replaced(options: Any) -> Iterator[str]:
     for name in OUTPUTS:
         # A folder replaces no file.
         path = None if name == "output_dir" else getattr(options, name, None)
-        if isinstance(path, str) and os.path.isfile(path) and not writing.is_pass_through(path):
+        if not isinstance(path, str) or writing.is_pass_through(path):
+            continue
+        if places.is_remote_file(path) or os.path.isfile(path):
             yield path
 
 
@@ -72,8 +74,8 @@ def record(options: Any, settings: str, unfinished: bool = False) -> None:
     file = getattr(options, "output_file", None) or getattr(options, "output", None)
     if not file or writing.is_pass_through(file):
         return
-    path = pathlib.Path(file).absolute()  # a folder may end in "/"
-    partial = path.with_name(f"{path.name}.partial.gin")
-    writing.write_file(partial if unfinished else path.with_name(f"{path.name}.gin"), settings)
+    place = places.make_path(file).absolute()  # a folder may end in "/"
+    partial = place.with_name(f"{place.name}.partial.gin")
+    writing.write_file(partial if unfinished else place.with_name(f"{place.name}.gin"), settings)
     if not unfinished:
         partial.unlink(missing_ok=True)

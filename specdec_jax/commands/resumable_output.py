@@ -7,6 +7,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from specdec_jax.commands.remote_parts import RemoteParts
+from specdec_jax.files import places
+from specdec_jax.files.places import AnyPath, RemotePath
 from specdec_jax.files.reading import mismatch_error
 from specdec_jax.files.writing import is_pass_through, lock_file, name_errors, open_new_file
 
@@ -20,10 +23,12 @@ class Journal:
     The first line holds the settings; every other line the number of an input, its lines of output
     and a note on them if there is one, as JSON. If the process is killed, nothing is lost but a
     line that was being written. The output file appears whole or not at all. If it is a symbolic
-    link, the journal lies beside the file that it leads to.
+    link, the journal lies beside the file that it leads to. For an output file in a store,
+    `<output>.partial` is a folder with copies of the journal's parts (`RemoteParts`).
 
     Attributes:
-      path: path of the journal.
+      path: path of the journal on this machine.
+      name: what messages call it.
       done: numbers of the inputs whose results are there.
       measured: what the process that began the journal had measured.
       notes: of each input that is there, by its number, the note that `add` got.
@@ -35,20 +40,31 @@ class Journal:
         settings: Mapping[str, Any],
         total: int,
         measured: Mapping[str, Any] | None = None,
+        first: int = 0,
     ):
         """Begins a journal, or resumes an existing one.
 
-        `settings` decide the results of the `total` inputs. They depend on what this process has
-        `measured` too, in whose place an existing journal's is used. Both are JSON values.
+        Args:
+          output: path of the output file.
+          settings: what decides the results, as JSON values.
+          total: number of inputs.
+          measured: what this process has measured, on which the results depend too; an existing
+            journal's is used in its place.
+          first: number of the first input.
 
         Raises:
           ValueError: the journal has other settings, is damaged, or is being written by another
             process.
           OSError: a system error, with the journal's name.
         """
-        self._total = total
-        self._output = pathlib.Path(os.path.realpath(output) if os.path.islink(output) else output)
-        self.path = self._output.with_name(self._output.name + ".partial")
+        self._numbers, self._output = range(first, first + total), _follow_link(output)
+        self._parts: RemoteParts | None = None
+        if isinstance(self._output, RemotePath):
+            self._parts = RemoteParts(self._output)
+            self.path, self.name = self._parts.path, self._parts.name
+        else:
+            self.path = self._output.with_name(self._output.name + ".partial")
+            self.name = str(self.path)
         if is_pass_through(self.path):
             raise mismatch_error(self.path, "no regular file", "a journal or nothing there")
         self.notes: dict[int, dict[str, Any]] = {}
@@ -58,8 +74,12 @@ class Journal:
         self._file = open(self.path, "ab", buffering=0)
         try:
             lock_file(self._file.fileno(), self.path)
+            if self._parts:
+                self._parts.restore(self._file)
             self.measured = json.loads(json.dumps(dict(measured or {})))
             self._read(json.loads(json.dumps({**settings, "inputs": total})))
+            if self._parts:
+                self._parts.begin()
         except BaseException:
             self._file.close()
             raise
@@ -74,30 +94,41 @@ class Journal:
 
     def __exit__(self, *exception: object) -> None:
         self._file.close()
+        if self._parts:
+            self._parts.end(failed=exception[0] is not None)
 
     def add(self, number: int, lines: Sequence[str], note: Mapping[str, Any] | None = None) -> None:
         """Keeps the lines of one input, and a note on it, as JSON values.
 
         No line contains a line end.
+
+        Raises:
+          OSError: a system error, or the store's.
         """
+        if self._parts:
+            self._parts.check()
         self.notes[number] = dict(note or {})
         self._places[number] = self._append([number, list(lines), *([note] if note else [])])
 
     def lines(self) -> Iterator[str]:
         """Yields the lines of all inputs, in order; each input must be there."""
         with open(self.path, "rb") as file:
-            for number in range(self._total):
+            for number in self._numbers:
                 file.seek(self._places[number])
                 yield from json.loads(file.readline())[1]
 
     def finish(self) -> None:
         """Writes the output file, all inputs in order, and removes the journal."""
-        missing = self._total - len(self._places)
-        if missing:
-            raise mismatch_error(self.path, f"{len(self._places)} results", self._total)
+        if len(self._places) < len(self._numbers):
+            got = f"{len(self._places)} results"
+            raise mismatch_error(self.name, got, len(self._numbers))
+        if self._parts:
+            self._parts.end()
         with open_new_file(self._output) as file:
             for line in self.lines():
                 file.write(line.encode() + b"\n")
+        if self._parts:
+            self._parts.remove()
         self.path.unlink()
 
     def _append(self, record: Any) -> int:
@@ -141,14 +172,14 @@ class Journal:
                 place, lines, *notes = record
                 if (
                     type(place) is not int
-                    or not 0 <= place < self._total
+                    or place not in self._numbers
                     or not all(isinstance(text, str) for text in lines)
                     or not (len(notes) < 2 and all(isinstance(note, dict) for note in notes))
                 ):
                     raise ValueError
         except (ValueError, TypeError, RecursionError):
             raise ValueError(
-                f"{self.path}, line {number + 1}: got {line[:40]!r}, expected a result; remove the"
+                f"{self.name}, line {number + 1}: got {line[:40]!r}, expected a result; remove the"
                 " file to begin anew"
             ) from None
         return record
@@ -169,9 +200,15 @@ class Journal:
         for name in {**settings, **before}:
             if before.get(name) != settings.get(name):
                 raise ValueError(
-                    f"{self.path}: got results with {name} {before.get(name)!r}, expected"
+                    f"{self.name}: got results with {name} {before.get(name)!r}, expected"
                     f" {settings.get(name)!r}; remove the file to begin anew"
                 )
+
+
+def _follow_link(output: str | os.PathLike) -> AnyPath:
+    """Returns the path of the output file, which a symbolic link may lead to."""
+    place = places.make_path(output)
+    return pathlib.Path(os.path.realpath(place)) if os.path.islink(place) else place
 
 
 def _make_line(record: Any) -> bytes:

@@ -1,10 +1,10 @@
 """Reads sentences from arguments, a file or standard input."""
 
-import pathlib
 import sys
 from collections.abc import Sequence
 
 from specdec_jax.checkpoints import loader
+from specdec_jax.files import places
 from specdec_jax.tokenizers.vocabularies import check_texts
 from specdec_jax.training import text_files
 
@@ -36,7 +36,7 @@ def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str
                 "got no sentences, expected them as arguments, in --input_file or on standard input"
             )
         sentences = list(text_files.read_open_file(sys.stdin.buffer, "standard input"))
-    elif input_file == BUILT_IN and not pathlib.Path(input_file).exists():
+    elif input_file == BUILT_IN and not places.make_path(input_file).exists():
         sentences = read_built_in_sentences()
     else:
         text_files.check_is_file("input_file", input_file)

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from specdec_jax.commands import figures
 from specdec_jax.commands.benchmark import BenchmarkOptions, make_others
 from specdec_jax.commands.errors import CheckFailed
 from specdec_jax.commands.resumable_output import Journal
+from specdec_jax.files import places
 from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import check_output, is_pass_through, write_file
@@ -96,7 +96,8 @@ def _check(options: BenchmarkOptions) -> None:
         raise mismatch_error("plot", f"{options.plot!r} with {suite}", "--report for its figures")
     if options.report:
         figures.check_page("report", options.report)
-        if pathlib.Path(options.report).absolute() == pathlib.Path(options.output).absolute():
+        page, output = (places.make_path(path) for path in (options.report, options.output))
+        if page.absolute() == output.absolute():
             raise ValueError(f"report: got {options.report!r}, expected another file than output")
     if not (_model_names(options.drafter) or _model_names(options.drafter_preset)):
         raise ValueError(f"drafter: got nothing with {suite}, expected one or several")
@@ -131,7 +132,7 @@ def _run(options: BenchmarkOptions, on_start: Callable[[], object]) -> None:
     with Journal(options.output, settings, len(made)) as journal:
         on_start()
         if journal.done:
-            print_line(f"{journal.path}: {len(journal.done)} of {len(made)} rows are there")
+            print_line(f"{journal.name}: {len(journal.done)} of {len(made)} rows are there")
         for number, row in enumerate(made):
             if number in journal.done:
                 continue
@@ -151,7 +152,7 @@ def _run(options: BenchmarkOptions, on_start: Callable[[], object]) -> None:
     records = read_records(options.output)
     print(_tabulate([line for record in records for line in read_rows(record)]))
     if options.report:
-        page = report_page.report([(pathlib.Path(options.output), record) for record in records])
+        page = report_page.report([(options.output, record) for record in records])
         write_file(options.report, page)
         print(f"wrote {options.output} and {options.report}")
     else:

@@ -193,7 +193,7 @@ def _init_drafter(
         model = target.module.config
         # Not zeros: the compiler would simplify products with them.
         made_up = 1e-3 * ids[..., None].astype(model.dtype)
-        shared = {"encoded": jnp.broadcast_to(made_up, (*ids.shape, model.emb_dim))}
+        shared = {"encoded": jnp.broadcast_to(made_up, (*ids.shape, model.encoded_dim))}
     return drafter.init(ids, given.input_lengths, given.tokens, slots, **shared)
 
 

@@ -37,7 +37,7 @@ def resolve_tree(
     gamma: Any,
     verifier: str | BaseVerifier,
 ) -> TreeOptions:
-    """Returns the options with a tree in the place of γ, or as they are where `tree` is None.
+    """Returns the options with a tree in the place of γ, or as they are where there is none.
 
     Raises:
       ValueError: `tree` is no tree.
@@ -46,6 +46,8 @@ def resolve_tree(
         with a tree, one of trees without, or one that reads distributions that there are not.
     """
     own = verifier if isinstance(verifier, TreeVerifier) else None
+    if tree is None and isinstance(drafter, TreeDrafter):
+        tree = drafter.tree
     if tree is None:
         if own is not None:
             raise UnsupportedCombination(
@@ -74,8 +76,8 @@ def resolve_tree(
             raise UnsupportedCombination(
                 f"tree: got one for {type(drafter).__name__}, which drafts chains, expected None,"
                 " or a ModelDrafter, EagleDrafter, EarlyExitDrafter, HeadsDrafter,"
-                " ParallelDrafter, NGramDrafter, PromptLookupDrafter, AssistedNGramDrafter or a"
-                " MergedDrafter of two of these"
+                " ParallelDrafter, NGramDrafter, PromptLookupDrafter, AssistedNGramDrafter,"
+                " TokenRecycling or a MergedDrafter of two of these"
             )
         if own is not None:
             _check_own(own, tree, drafter)
@@ -143,6 +145,11 @@ def _resolve_auto_tree(tree: Tree | DynamicTree, drafter: TreeDrafter) -> Tree |
         distribution is the target's.
     """
     name, kinds = type(drafter).__name__, drafter.kinds
+    only = drafter.tree
+    if only is not None and getattr(tree, "parents", None) != only.parents:
+        raise UnsupportedCombination(
+            f"tree: got {tree} with {name}, expected None, or the drafter's `tree`"
+        )
     if kinds == CHILDREN:
         return tree
     if isinstance(tree, DynamicTree):

@@ -178,6 +178,7 @@ class Decoder:
         given = read_options(generation, options, "a traced decode")
         check_unset(given, "for sampling", "beam_width")
         automatic = isinstance(given.gamma, str) and given.tree is None
+        automatic &= getattr(drafter, "tree", None) is None
         gamma = FIXED if automatic else given.gamma
         self.config, self.drafter, self.rescale_log_probs = config, drafter, rescale_log_probs
         self.sampling = given.sampling or SamplingConfig()

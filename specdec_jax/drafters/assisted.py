@@ -15,6 +15,7 @@ from specdec_jax.drafters.continuations import (
     find_best,
     last_ids,
     repeat_inputs,
+    sum_weights,
 )
 from specdec_jax.models import arguments
 from specdec_jax.speculative import distributions
@@ -112,7 +113,7 @@ class AssistedNGramDrafter(ContinuationDrafter):
         ids, weights, match = (jnp.concatenate(parts, axis=1) for parts in (known, counts, matches))
         longest = jnp.max(jnp.where(weights > 0, match, 0), axis=1, keepdims=True)
         weights = jnp.where(match == longest, weights, 0)
-        best, _ = find_best(ids, _sum_weights(ids, weights), count)
+        best, _ = find_best(ids, sum_weights(ids, weights), count)
         least = jnp.where(jnp.arange(count) > 0, -1, 0)  # the first is always there
         return Found(jnp.maximum(best, least)[..., None], longest)
 
@@ -150,10 +151,3 @@ class AssistedNGramDrafter(ContinuationDrafter):
             weights=write(draft_state.weights, weights),
             written=draft_state.written + count,
         )
-
-
-def _sum_weights(ids: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns the weights `[N, C]` of candidates, each with those of all candidates of its id."""
-    # Every candidate against every other: a scatter over the vocabulary is a loop on a CPU.
-    equal = ids[:, :, None] == ids[:, None, :]
-    return jnp.sum(jnp.where(equal, weights[:, :, None], 0), axis=1)

@@ -59,7 +59,7 @@ class Inputs(NamedTuple):
     lengths: Int[Array, " B"]
 
 
-class ContinuationDrafter(BeamChainDrafter, TreeDrafter):
+class TableDrafter(TreeDrafter):
     """The base class of drafters that look up what may follow a text; a subclass defines `find`.
 
     Drafts are point masses: the best continuation, and in a tree the best ones of each node's path.
@@ -93,6 +93,10 @@ class ContinuationDrafter(BeamChainDrafter, TreeDrafter):
         """Returns log-probabilities of what follows, up to a constant; only if `sampled`."""
         raise NotImplementedError
 
+    def repeat_memory(self, memory: Any, copies: int) -> Any:
+        """Returns `memory` for `copies` texts of each row, which lie side by side."""
+        return jax.tree.map(lambda leaf: jnp.repeat(leaf, copies, axis=0), memory)
+
     def draft(
         self, draft_state: Any, state: AnyRows, num_wanted: Int[Array, " B"]
     ) -> tuple[Any, Draft]:
@@ -101,22 +105,34 @@ class ContinuationDrafter(BeamChainDrafter, TreeDrafter):
             logits = self.logits(draft_state, texts)[:, None]
             return match_width(logits, state.config.vocab_size), carry
 
-        def choose(step: Step, tokens: jax.Array, carry: Any):
-            texts = Texts(tokens, state.lengths + step, state.starts)
-            return self._find_matching(draft_state, texts, 1, 1)[:, 0, 0], carry
-
         if self.sampled:
             draft, _ = draft_from_logits(state, num_wanted, logits_of)
             return draft_state, draft._replace(calls=jnp.zeros_like(state.lengths))
+        return draft_state, self.draft_best(draft_state, state, num_wanted)[0]
+
+    def draft_best(
+        self, memory: Any, state: AnyRows, num_wanted: Int[Array, " B"]
+    ) -> tuple[Draft, Int[Array, "B G"]]:
+        """Drafts the best continuation; returns also `Found.match` before each of its tokens."""
+
+        def choose(step: Step, tokens: jax.Array, match: jax.Array):
+            texts = Texts(tokens, state.lengths + step, state.starts)
+            ids, here = self._find_matching(memory, texts, 1, 1)
+            match = jax.lax.dynamic_update_slice_in_dim(match, here[:, :1], step, axis=1)
+            return ids[:, 0, 0], match
+
+        gamma = state.config.gamma
         if self.passages:
             texts = Texts(state.tokens, state.lengths, state.starts)
-            tokens = self._find_matching(draft_state, texts, 1, state.config.gamma)[:, 0]
+            ids, first = self._find_matching(memory, texts, 1, gamma)
+            tokens, match = ids[:, 0], first[:, :1] + jnp.arange(gamma)
         else:
-            tokens, num_wanted, _ = draft_tokens(state, num_wanted, choose, ())
+            match = jnp.zeros((len(state.lengths), gamma), jnp.int32)
+            tokens, num_wanted, match = draft_tokens(state, num_wanted, choose, match)
         num_drafted = jnp.minimum(num_wanted, _count_drafted(state, tokens))
         tokens = jnp.maximum(tokens, 0)
         dist = point_mass(state, tokens)
-        return draft_state, draft_without_calls(state, tokens, num_drafted, dist)
+        return draft_without_calls(state, tokens, num_drafted, dist), match
 
     def draft_tree(
         self,
@@ -127,17 +143,15 @@ class ContinuationDrafter(BeamChainDrafter, TreeDrafter):
     ):
         def read(level: Level) -> tuple[Any, Texts]:
             copies = level.tokens.shape[1]
-            memory, starts = jax.tree.map(
-                lambda leaf: jnp.repeat(leaf, copies, axis=0), (draft_state, state.starts)
-            )
-            return memory, Texts(*level.rows(state), starts)
+            starts = jnp.repeat(state.starts, copies)
+            return self.repeat_memory(draft_state, copies), Texts(*level.rows(state), starts)
 
         def logits_of(level: Level, carry: Any):
             logits = match_width(self.logits(*read(level)), state.config.vocab_size)
             return logits.reshape(*level.tokens.shape, -1), carry
 
         def children_of(level: Level, carry: Any):
-            tokens = self._find_matching(*read(level), max(level.counts), 1)
+            tokens, _ = self._find_matching(*read(level), max(level.counts), 1)
             return Children(tokens.reshape(*level.tokens.shape, -1)), carry
 
         if self.sampled:
@@ -146,12 +160,15 @@ class ContinuationDrafter(BeamChainDrafter, TreeDrafter):
         # To find nothing is no failure, which −1 would mean.
         return draft_state, draft._replace(tokens=jnp.maximum(draft.tokens, 0))
 
-    def _find_matching(
-        self, memory: Any, texts: Texts, count: int, length: int
-    ) -> Int[Array, "N K G"]:
-        """Returns the ids that `find` returns, −1 in the place of continuations that match less."""
+    def _find_matching(self, memory: Any, texts: Texts, count: int, length: int) -> Found:
+        """Returns what `find` returns, with −1 in the place of continuations that match less."""
         found = self.find(memory, texts, count, length)
-        return jnp.where((found.match >= self.min_match)[..., None], found.ids, -1)
+        ids = jnp.where((found.match >= self.min_match)[..., None], found.ids, -1)
+        return Found(ids, found.match)
+
+
+class ContinuationDrafter(BeamChainDrafter, TableDrafter):
+    """A `TableDrafter` that also drafts for beam searches, where nothing is observed."""
 
 
 def _count_drafted(state: AnyRows, tokens: Int[Array, "B G"]) -> Int[Array, " B"]:
@@ -226,3 +243,41 @@ def find_best(ids: jax.Array, weights: jax.Array, count: int) -> tuple[jax.Array
         places.append(jnp.where(best[:, 0] > 0, place, -1))
         weights = jnp.where(ids == smallest, 0, weights)
     return jnp.stack(best_ids, axis=1), jnp.stack(places, axis=1)
+
+
+def sum_weights(ids: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns the weights `[N, C]` of candidates, each with those of all candidates of its id."""
+    # Every candidate against every other: a scatter over the vocabulary is a loop on a CPU.
+    equal = ids[:, :, None] == ids[:, None, :]
+    return jnp.sum(jnp.where(equal, weights[:, :, None], 0), axis=1)
+
+
+def follow_passages(
+    ids: Int[Array, "N C G"], weights: Float[Array, "N C"], count: int, least_share: float
+) -> Int[Array, "N K G"]:
+    """Returns what most of the passages that follow a text have in common, by weight.
+
+    A continuation begins with one of the `count` heaviest first ids, and goes on with the heaviest
+    next id of the passages that agree with it so far.
+
+    Args:
+      ids: the passages, −1 where one has ended.
+      weights: what each passage counts for; 0 for one that is not there.
+      count: K, the most continuations.
+      least_share: it ends when the passages that agree with it have less of the total weight.
+    """
+    weights = jnp.where(ids[:, :, 0] < 0, 0, weights)
+    first, _ = find_best(ids[:, :, 0], sum_weights(ids[:, :, 0], weights), count)
+    passages, alive = jnp.repeat(ids, count, axis=0), jnp.repeat(weights, count, axis=0)
+    least = least_share * jnp.sum(alive, axis=1, keepdims=True)
+    chosen, found = first.reshape(-1, 1), []
+    for step in range(ids.shape[2]):
+        here = passages[:, :, step]
+        if step:
+            alive = jnp.where(here < 0, 0, alive)
+            chosen, _ = find_best(here, sum_weights(here, alive), 1)
+        alive = jnp.where(here == chosen, alive, 0)
+        enough = jnp.sum(alive, axis=1, keepdims=True) >= least
+        alive = jnp.where(enough, alive, 0)
+        found.append(jnp.where(enough, chosen, -1)[:, 0])
+    return jnp.stack(found, axis=1).reshape(*first.shape, -1)

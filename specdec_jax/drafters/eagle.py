@@ -6,7 +6,6 @@ place of the token as the model's input.
 
 import functools
 import os
-import pathlib
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -19,6 +18,7 @@ from specdec_jax.checkpoints import converter, loader, native_format, stored_ten
 from specdec_jax.drafters.drafting import Recorded, Step, draft_tokens, match_width
 from specdec_jax.drafters.model import choose_next
 from specdec_jax.drafters.tree_levels import Level, draft_from_states
+from specdec_jax.files import places
 from specdec_jax.models import arguments, heads, parameters
 from specdec_jax.models.eagle import EagleConfig, EagleNetwork, StateProjections
 from specdec_jax.models.family import check_uses_backend
@@ -106,7 +106,7 @@ class EagleDrafter(TreeDrafter):
         """
         arguments.check_path("path", path)
         arguments.check_model("target", target)
-        folder = pathlib.Path(path)
+        folder = places.make_path(path)
         config, fingerprint, stored = native_format.open_part(folder, "eagle", EagleConfig)
         stored_tensor.check_shapes(stored, config.parameter_shapes, path, "of these projections")
         model = loader.load(folder / "model", target.config.dtype) if model is None else model
@@ -124,7 +124,7 @@ class EagleDrafter(TreeDrafter):
         """Writes a folder that `load` reads; `dtype` is that of the model, as for `sd.save`."""
         config = self.network.module.config
         params = jax.tree.map(np.asarray, heads.unpack(self.network.params))
-        folder = pathlib.Path(path).absolute()
+        folder = places.make_path(path).absolute()
         with native_format.write_part(folder, "eagle", config, self.fingerprint, params) as inside:
             converter.save(self.model, inside / "model", dtype)
 

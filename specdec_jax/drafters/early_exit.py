@@ -1,6 +1,7 @@
-"""Early exit: the first decoder layers of the target as drafter, on the target's own cache."""
+"""Some decoder layers of the target as drafter, mostly the first, on the target's own cache."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.backends.axes import Layers
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.backends.tree_positions import AnyNodes
 from specdec_jax.drafters.drafting import Step, draft_from_logits, match_width
@@ -23,14 +25,15 @@ from specdec_jax.speculative.state import DecodeState, Draft
 
 @flax.struct.dataclass
 class ExitNetwork(Network):
-    """A network that stops after its first decoder layers.
+    """A network that runs only some of its decoder layers.
 
     Attributes:
-      layers: k, the number of decoder layers that run; the caches of the others stay as they are.
+      layers: k, the number of decoder layers that run, the first ones, or the numbers of those that
+        do; the caches of the others stay as they are.
       head_weight: `[D, W]`, a head of its own on the normalised states; None: the network's head.
     """
 
-    layers: int = flax.struct.field(pytree_node=False, default=1)
+    layers: int | tuple[int, ...] = flax.struct.field(pytree_node=False, default=1)
     head_weight: weight_layouts.Weight | None = None
 
     def decode_states(
@@ -38,11 +41,11 @@ class ExitNetwork(Network):
         tokens: jax.Array,
         positions: jax.Array,
         cache: Any,
-        layers: int | None = None,
+        layers: Layers = None,
         valid: jax.Array | None = None,
         added: jax.Array | None = None,
     ):
-        layers = self.layers if layers is None else min(layers, self.layers)
+        layers = self._choose_layers(layers)
         return super().decode_states(tokens, positions, cache, layers, valid, added)
 
     def decode_nodes(
@@ -51,11 +54,22 @@ class ExitNetwork(Network):
         nodes: AnyNodes,
         cache: Any,
         valid: jax.Array | None = None,
-        layers: int | None = None,
+        layers: Layers = None,
         added: jax.Array | None = None,
     ):
-        layers = self.layers if layers is None else min(layers, self.layers)
+        layers = self._choose_layers(layers)
         return super().decode_nodes(tokens, nodes, cache, valid, layers, added)
+
+    def _choose_layers(self, layers: Layers) -> Layers:
+        """Returns those of `layers` that the network runs at all."""
+        if layers is None:
+            return self.layers
+        if isinstance(layers, int) and isinstance(self.layers, int):
+            return min(layers, self.layers)
+        own, asked = (
+            tuple(range(one)) if isinstance(one, int) else one for one in (self.layers, layers)
+        )
+        return tuple(layer for layer in own if layer in asked)
 
     def head(self, states: jax.Array, valid: jax.Array | None = None):
         return (
@@ -63,6 +77,21 @@ class ExitNetwork(Network):
             if self.head_weight is None
             else apply_weight(states, self.head_weight, jnp.float32, valid)
         )
+
+
+def _check_layers(layers: Any, count: int) -> int | tuple[int, ...]:
+    """Returns how many of the first of `count` layers run, or the numbers of those that do."""
+    if arguments.is_integer(layers) and 1 <= layers < count:
+        return int(layers)
+    if not arguments.is_integer(layers) and isinstance(layers, Sequence):
+        numbers = [layer for layer in layers if arguments.is_integer(layer)]
+        rising = all(a < b for a, b in zip([-1, *numbers], [*numbers, count]))
+        if rising and 1 <= len(numbers) == len(layers) < count:
+            return tuple(map(int, numbers))
+    expected = f"an integer from 1 to {count - 1}, or ascending numbers of layers, not all"
+    if count == 1:
+        expected = "a target with more than one decoder layer"
+    raise ValueError(f"layers: got {layers!r}, expected {expected}")
 
 
 def check_own(model: LanguageModel, target: LanguageModel, what: str) -> None:
@@ -76,9 +105,10 @@ def check_own(model: LanguageModel, target: LanguageModel, what: str) -> None:
 
 @jax.tree_util.register_pytree_node_class
 class EarlyExitDrafter(TreeDrafter):
-    """A drafter made of the target's first k decoder layers, last norm and head.
+    """A drafter made of the target's first k decoder layers, or others, last norm and head.
 
-    It has no second model, and no cache of its own.
+    It has no second model, and no cache of its own. (With layers left out in the middle this is
+    Draft & Verify, Zhang et al. 2023, arXiv 2309.08168.)
 
     The layers below the exit compute for a token what they compute in the target's own call. So the
     drafter reads the target's cache, which lacks exactly the last committed token, and feeds that
@@ -87,19 +117,21 @@ class EarlyExitDrafter(TreeDrafter):
 
     Attributes:
       model: the target; no other can be drafted for.
-      layers: k, from 1 to one less than the target has.
+      layers: k, from 1 to one less than the target has, or the numbers of the layers that run.
     """
 
     provides_probs = True
     needs_target_state = True
 
     @isolated
-    def __init__(self, model: LanguageModel, layers: int, head: Any = None):
-        """Takes the first layers of a target.
+    def __init__(self, model: LanguageModel, layers: int | Sequence[int], head: Any = None):
+        """Takes some layers of a target.
 
         Args:
           model: the target.
-          layers: k, from 1 to one less than the target has.
+          layers: k, from 1 to one less than the target has: the first k layers run. Or the numbers
+            of those that run, from 0, ascending and not all; each reads what the target's own
+            calls wrote to its cache.
           head: `[D, W]`, the weight of a head of its own; None: the target's head.
 
         Raises:
@@ -108,16 +140,12 @@ class EarlyExitDrafter(TreeDrafter):
         arguments.check_model("model", model)
         config = model.config
         check_uses_backend(config, "an early exit")
-        if not arguments.is_integer(layers) or not 1 <= layers < config.num_decoder_layers:
-            expected = f"an integer from 1 to {config.num_decoder_layers - 1}"
-            if config.num_decoder_layers == 1:
-                expected = "a target with more than one decoder layer"
-            raise ValueError(f"layers: got {layers!r}, expected {expected}")
+        own: int | tuple[int, ...] = _check_layers(layers, config.num_decoder_layers)
         if head is not None and (np.ndim(head) != 2 or np.shape(head)[0] != config.emb_dim):
             raise ValueError(
                 f"head: got shape {np.shape(head)}, expected ({config.emb_dim}, number of ids)"
             )
-        self.model, self.layers = model, int(layers)
+        self.model, self.layers = model, own
         network = model.network
         head = (
             None
@@ -144,7 +172,10 @@ class EarlyExitDrafter(TreeDrafter):
 
     @property
     def name(self) -> str:
-        return f"the first {self.layers} of {self.model.config.num_decoder_layers} decoder layers"
+        count = self.model.config.num_decoder_layers
+        if isinstance(self.layers, tuple):
+            return f"the decoder layers {', '.join(map(str, self.layers))} of {count}"
+        return f"the first {self.layers} of {count} decoder layers"
 
     @property
     def models(self) -> tuple[LanguageModel, ...]:

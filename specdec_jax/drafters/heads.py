@@ -6,7 +6,6 @@ This is blockwise parallel decoding (Stern et al. 2018) with Medusa's heads (Cai
 
 import dataclasses
 import os
-import pathlib
 from typing import Any, ClassVar
 
 import flax.struct
@@ -18,6 +17,7 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import native_format, stored_tensor
 from specdec_jax.drafters.drafting import Step, draft_from_logits
 from specdec_jax.drafters.tree_levels import Level, draft_tree
+from specdec_jax.files import places
 from specdec_jax.models import arguments, heads, parameters
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork
@@ -97,7 +97,7 @@ class HeadsDrafter(TreeDrafter):
     def save(self, path: str | os.PathLike[str], dtype: Any = None) -> None:
         """Writes a folder that `load` reads, in `dtype`, by default the parameters' own."""
         params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), self.params)
-        folder = pathlib.Path(path).absolute()
+        folder = places.make_path(path).absolute()
         with native_format.write_part(folder, "heads", self.config, self.fingerprint, params):
             pass
 
@@ -174,7 +174,8 @@ def read_heads(
     path: str | os.PathLike[str], target: ModelConfig
 ) -> tuple[HeadsConfig, str, dict[str, Any]]:
     """Reads a folder of heads; returns their shape, their target's fingerprint and parameters."""
-    config, fingerprint, stored = native_format.open_part(pathlib.Path(path), "heads", HeadsConfig)
+    folder = places.make_path(path)
+    config, fingerprint, stored = native_format.open_part(folder, "heads", HeadsConfig)
     stored_tensor.check_shapes(stored, config.parameter_shapes, path, "of these heads")
     params = {name: leaf.load(jnp.dtype(target.dtype)) for name, leaf in stored.items()}
     return config, fingerprint, parameters.unflatten(params)

@@ -55,6 +55,8 @@ class MergedDrafter(DrafterPair, TreeDrafter):
         for name, part in (("first", first), ("second", second)):
             if not isinstance(part, TreeDrafter):
                 raise ValueError(f"{name}: got {part!r}, expected a drafter that drafts trees")
+            if part.tree is not None:
+                raise ValueError(f"{name}: got {part!r}, expected one that drafts any tree")
         self.parts = first, second
 
     @property

@@ -1,6 +1,5 @@
 """Makes drafters from their names on the command line: `lookup`, `exit:3`, a table, a folder …."""
 
-import pathlib
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,13 +9,17 @@ from specdec_jax.drafters.assisted import AssistedNGramDrafter
 from specdec_jax.drafters.eagle import EagleDrafter
 from specdec_jax.drafters.early_exit import EarlyExitDrafter
 from specdec_jax.drafters.heads import HeadsDrafter
+from specdec_jax.drafters.lookahead import LookaheadDecoding
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.ngram import NGramDrafter
 from specdec_jax.drafters.parallel import ParallelDrafter
 from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_jax.drafters.random_tokens import RandomDrafter
+from specdec_jax.drafters.recycling import TokenRecycling
 from specdec_jax.drafters.self_drafting import SelfDrafter
+from specdec_jax.drafters.suffix import SuffixDrafter
 from specdec_jax.drafters.traced_target import TracedExit, TracedHeads, TracedSelf
+from specdec_jax.files import places
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
@@ -35,6 +38,7 @@ class NamedDrafter(NamedTuple):
 
 
 SELF_INT8, PARALLEL = "self:int8", "parallel:"
+TABLES = NGRAMS, SORTED = ".npz", ".suffix"  # ends of the names of files without weights
 # A new drafter without files of its own is a row here.
 WITHOUT_FILES = {
     "lookup": NamedDrafter("copies from input and output", lambda target: PromptLookupDrafter()),
@@ -44,6 +48,16 @@ WITHOUT_FILES = {
     "assisted": NamedDrafter(
         "n-grams gathered while decoding", lambda target: AssistedNGramDrafter()
     ),
+    "recycling": NamedDrafter(
+        "the target's most probable tokens after the same token before",
+        lambda target: TokenRecycling(target.config.vocab_size),
+    ),
+    "lookahead": NamedDrafter(
+        "guesses that the target improves in each call", lambda target: LookaheadDecoding()
+    ),
+    "suffix": NamedDrafter(
+        "copies from input, output and, in a job, earlier outputs", lambda target: SuffixDrafter()
+    ),
     SELF_INT8: NamedDrafter("the target's own weights rounded to 8 bits", SelfDrafter),
     "random": NamedDrafter("random tokens", lambda target: RandomDrafter(target.config.vocab_size)),
 }
@@ -51,7 +65,7 @@ WITHOUT_FILES = {
 
 def needs_no_model(name: str) -> bool:
     """Returns whether `--drafter=name` has no weights of its own."""
-    return name in WITHOUT_FILES or name.startswith("exit:") or name.endswith(".npz")
+    return name in WITHOUT_FILES or name.startswith("exit:") or name.endswith(TABLES)
 
 
 def make_named_drafter(
@@ -63,8 +77,8 @@ def make_named_drafter(
     """Returns the drafter that `--drafter=name` means.
 
     Args:
-      name: a name of `WITHOUT_FILES`, `exit:K`, a table (.npz), a folder, or `parallel:` and one; a
-        folder with the name of a drafter can be given as ./NAME.
+      name: a name of `WITHOUT_FILES`, `exit:K`, a table (.npz), sorted text (.suffix), a folder, or
+        `parallel:` and one; a folder with the name of a drafter can be given as ./NAME.
       target: the target.
       load: loads a model.
       reduced: makes a drafter of a model, with the shortlist and 8 bits that other options ask for.
@@ -73,14 +87,16 @@ def make_named_drafter(
         return WITHOUT_FILES[name].make(target)
     if name.startswith("exit:"):
         return EarlyExitDrafter(target, _exit_layer(name, target.config.num_decoder_layers))
-    if name.endswith(".npz"):
+    if name.endswith(NGRAMS):
         return NGramDrafter.load(name, target.vocabulary)
-    if native_format.is_folder(pathlib.Path(name), "heads"):
+    if name.endswith(SORTED):
+        return SuffixDrafter.load(name, target.vocabulary)
+    if native_format.is_folder(places.make_path(name), "heads"):
         return HeadsDrafter.load(name, target)
     if name.startswith(PARALLEL):
         return ParallelDrafter(load(name.removeprefix(PARALLEL)))
-    if native_format.is_folder(pathlib.Path(name), "eagle"):
-        return EagleDrafter.load(name, target, load(str(pathlib.Path(name, "model"))))
+    if native_format.is_folder(places.make_path(name), "eagle"):
+        return EagleDrafter.load(name, target, load(str(places.make_path(name) / "model")))
     return reduced(load(name))
 
 
@@ -102,16 +118,20 @@ def make_traced_drafter(
         return WITHOUT_FILES[name].make(target)
     if name.startswith("exit:"):
         return TracedExit(_exit_layer(name, config.num_decoder_layers), config)
-    if name.endswith(".npz"):
-        drafter = NGramDrafter.load(name)
-        drafter.check_ids(config.vocab_size, 0)
-        return drafter
+    if name.endswith(NGRAMS):
+        table = NGramDrafter.load(name)
+        table.check_ids(config.vocab_size, 0)
+        return table
+    if name.endswith(SORTED):
+        texts = SuffixDrafter.load(name)
+        texts.check_ids(config.vocab_size)
+        return texts
     if name.startswith(PARALLEL):
         return ParallelDrafter(load(name.removeprefix(PARALLEL)).model)
-    if native_format.is_folder(pathlib.Path(name), "eagle"):
+    if native_format.is_folder(places.make_path(name), "eagle"):
         got = f"{name}, which reads the states of the target it was trained on"
         raise ValueError(f"drafter: got {got}, expected another kind for a target under jit")
-    heads = native_format.is_folder(pathlib.Path(name), "heads")
+    heads = native_format.is_folder(places.make_path(name), "heads")
     return TracedHeads(name, config) if heads else load(name)
 
 
@@ -125,7 +145,7 @@ def check_drafter_name(name: str) -> None:
         loader.resolve(name.removeprefix(PARALLEL))
     except ValueError as error:
         missing, stop, advice = str(error).partition(". If a model")
-        others = f"{', '.join(WITHOUT_FILES)}, exit:K or a table (.npz)"
+        others = f"{', '.join(WITHOUT_FILES)}, exit:K, a table (.npz) or sorted text (.suffix)"
         raise ValueError(f"drafter: {missing}, {others}{stop}{advice}") from None
 
 

@@ -9,7 +9,6 @@ of all rows are one sorted list of pairs of int32: no hashes, no collisions, no 
 
 import io
 import os
-import pathlib
 import tokenize
 import zipfile
 import zlib
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from specdec_jax.files import places
 from specdec_jax.files.reading import check_file, error_reason
 from specdec_jax.files.writing import write_file
 from specdec_jax.models import arguments
@@ -95,11 +95,13 @@ def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
       ValueError: no such file, or not one that `write_table` wrote completely.
     """
     arguments.check_path("path", path)
-    if not pathlib.Path(path).exists():
+    place = places.make_path(path)
+    if not place.exists():
         raise ValueError(f"{path}: got no such file, expected an n-gram table (.npz)")
-    check_file(path, 2**63)
+    check_file(place, 2**63)
     try:
-        values = _read_arrays(path)
+        with places.open_copies(place) as (copy,):
+            values = _read_arrays(copy)
     except _UNREADABLE as error:
         got = f"a file that cannot be read ({error_reason(error)})"
         raise ValueError(f"{path}: got {got}, expected an n-gram table") from None

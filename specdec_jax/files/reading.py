@@ -8,17 +8,22 @@ import pathlib
 import reprlib
 import stat
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
+
+from specdec_jax.files import places
+from specdec_jax.files.places import AnyPath, RemotePath
 
 PathLike = str | os.PathLike
 
 # Largest settings file in bytes. Real ones have a few thousand; in memory an empty JSON list takes
 # 24 times its bytes.
 MOST_BYTES = 4 << 20
-MOST_VALUES = 2_000_000  # in a larger JSON file, a tokenizer's: mT5's has 750,000
+MOST_VALUES = 3_000_000  # in a larger JSON file, a tokenizer's: Gemma 2's has some 2,000,000
 
 _LONGEST_NAME = 500
 _DEEPEST_FOLDER, _MOST_FOLDERS = 4, 20_000
+
+Folder = TypeVar("Folder", pathlib.Path, AnyPath)
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 100
@@ -47,10 +52,12 @@ def check_file(path: PathLike, most: int = MOST_BYTES) -> None:
     Hugging Face's cache is one.
     """
     try:
-        status = os.stat(path)
+        status = places.make_path(path).stat()
     except FileNotFoundError:
         raise ValueError(f"{path}: got no such file, expected one") from None
     except (OSError, ValueError) as error:  # a circle of links, a name with a NUL
+        if places.is_remote(path):  # its message is whole
+            raise
         got = getattr(error, "strerror", error)
         raise ValueError(f"{path}: got {got}, expected a readable file") from None
     if not stat.S_ISREG(status.st_mode):
@@ -60,11 +67,14 @@ def check_file(path: PathLike, most: int = MOST_BYTES) -> None:
         raise ValueError(f"{path}: got {status.st_size:,} bytes, expected at most {most:,}")
 
 
-def check_folder(folder: pathlib.Path) -> None:
+def check_folder(folder: AnyPath) -> None:
     """Raises ValueError unless a folder and its subfolders hold only regular files, of any size.
 
-    Folders may be links too, but must not lead back to themselves.
+    Folders may be links too, but must not lead back to themselves. A store has neither links nor
+    pipes.
     """
+    if isinstance(folder, RemotePath):
+        return
     for number, (parent, _, names) in enumerate(os.walk(folder, followlinks=True)):
         if len(pathlib.Path(parent).relative_to(folder).parts) > _DEEPEST_FOLDER:
             raise mismatch_error(parent, "folders nested too deeply or in a circle", "a checkpoint")
@@ -82,7 +92,7 @@ def read_bytes(path: PathLike, most: int = MOST_BYTES) -> bytes:
     """
     check_file(path, most)
     try:
-        return pathlib.Path(path).read_bytes()
+        return places.make_path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"{path}: got {error.strerror}, expected a readable file") from None
 
@@ -98,7 +108,9 @@ def read_text(path: PathLike, most: int = MOST_BYTES) -> str:
 
 def read_optional_json(path: PathLike) -> dict[str, Any]:
     """Returns the object in a JSON file, an empty one if there is no such file."""
-    return read_json(path) if os.path.lexists(path) else {}
+    place = places.make_path(path)
+    is_there = place.exists() if isinstance(place, RemotePath) else os.path.lexists(place)
+    return read_json(place) if is_there else {}
 
 
 def read_json(path: PathLike, most: int = MOST_BYTES) -> dict[str, Any]:
@@ -151,7 +163,7 @@ def check_names(names: Iterable[Any], path: PathLike) -> None:
             raise ValueError(f"{path}: got the name {quote_value(name)}, expected {expected}")
 
 
-def join_inside(folder: pathlib.Path, name: Any, path: PathLike) -> pathlib.Path:
+def join_inside(folder: Folder, name: Any, path: PathLike) -> Folder:
     """Returns the path of the file `name` in `folder`.
 
     Raises:

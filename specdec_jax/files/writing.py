@@ -1,6 +1,7 @@
 """Writes files and folders that appear whole or not at all.
 
-Nothing is replaced that this package did not write. Everything that the package writes goes through
+Nothing is replaced that this package did not write. What goes to a store (`places`) is written on
+this machine first and copied at the end. Everything that the package writes goes through
 this module, except files that grow: the output of a command that resumes, the log of a training
 run.
 """
@@ -12,9 +13,12 @@ import re
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
+from specdec_jax.files import places, user_cache
+from specdec_jax.files.places import AnyPath, RemotePath
 from specdec_jax.files.reading import PathLike, mismatch_error
 
 
@@ -36,6 +40,14 @@ def open_new_file(path: PathLike) -> Iterator[BinaryIO]:
     Raises:
       OSError: something failed; the error names the file.
     """
+    remote = places.make_path(path)
+    if isinstance(remote, RemotePath):
+        with tempfile.TemporaryDirectory() as folder:
+            copy = pathlib.Path(folder, "new")
+            with name_errors(copy), open(copy, "xb") as file:
+                yield file
+            remote.upload(copy)
+        return
     with name_errors(path):
         if is_pass_through(path):
             number = _find_descriptor(path)
@@ -60,14 +72,15 @@ def open_new_file(path: PathLike) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def open_new_folder(
-    folder: PathLike, check: Callable[[pathlib.Path], None]
-) -> Iterator[pathlib.Path]:
+def open_new_folder(folder: PathLike, check: Callable[[AnyPath], None]) -> Iterator[pathlib.Path]:
     """Makes a folder that takes the name `folder` when the block ends.
 
     After an error nothing has changed. If `folder` is a symbolic link, what it leads to is
     replaced. Until the block ends the new folder is called `.NAME.specdec-new` and lies beside the
     old one. A process that is killed leaves it behind; the next one empties it and takes it over.
+
+    A store cannot rename: the new files are copied one after the other, and those by which a folder
+    is recognised last, once the old folder's are removed.
 
     Args:
       folder: path of the folder.
@@ -78,6 +91,15 @@ def open_new_folder(
       ValueError: also if another process is writing the folder, or for a mount point, which cannot
         be replaced.
     """
+    remote = places.make_path(folder)
+    if isinstance(remote, RemotePath):
+        check(remote)
+        with user_cache.scratch_folder(user_cache.private_folder("remote")) as new:
+            yield new
+            remote = remote.refresh()  # its listings are of before
+            check(remote)
+            _replace_remote(new, remote)
+        return
     place = pathlib.Path(os.path.realpath(folder))
     new, old = (place.with_name(f".{place.name}.specdec-{which}") for which in ("new", "old"))
     check(place)
@@ -98,12 +120,27 @@ def open_new_folder(
             raise
 
 
+_MARKS = ("config.json", "_METADATA", "checkpoint")  # what tells readers that a folder is whole
+
+
+def _replace_remote(new: pathlib.Path, remote: RemotePath) -> None:
+    """Copies the files of `new` to a folder of a store, and removes the others there."""
+    before = remote.list_files() if remote.exists() else []
+    for name, _ in sorted(before, key=lambda file: pathlib.PurePath(file[0]).name not in _MARKS):
+        (remote / name).unlink()
+    files = [path.relative_to(new) for path in new.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: (path.name in _MARKS, len(path.parts) == 1, path)):
+        (remote / path).upload(new / path)
+
+
 def is_pass_through(path: PathLike) -> bool:
     """Returns whether `path` leads to something that passes bytes on.
 
     That is a device, a pipe, a socket, or a file that this process has open (/dev/stdout,
     /dev/fd/3).
     """
+    if places.is_remote(path):
+        return False
     if _find_descriptor(path) is not None:
         return True
     try:
@@ -235,6 +272,11 @@ def _exchange(new: pathlib.Path, place: pathlib.Path, old: pathlib.Path) -> None
 def check_output(path: str | None, name: str = "output") -> None:
     """Raises ValueError for a path that cannot be written, before hours of work are lost."""
     if not path or is_pass_through(path):
+        return
+    remote = places.make_path(path)
+    if isinstance(remote, RemotePath):
+        if path.endswith("/") or remote.is_dir():
+            raise ValueError(f"{name}: got {path!r}, expected a file")
         return
     place = pathlib.Path(os.path.realpath(path))
     if path.endswith("/") or place.is_dir() or not place.parent.is_dir():

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import flax.struct
@@ -25,9 +25,11 @@ from specdec_jax.backends.axes import (
     Bias,
     Encoded,
     Inputs,
+    Layers,
     Logits,
     Mask,
     PerRow,
+    Rotation,
     States,
     TokenAndLogprob,
     Tokens,
@@ -42,7 +44,25 @@ from specdec_jax.backends.tree_positions import AnyNodes
 from specdec_jax.backends.xla import ACTIVATION_FUNCTIONS, AttentionShape, DecoderCall
 from specdec_jax.models.family import FamilyModule, LogitsAt, ModelConfig, Places
 from specdec_jax.models.layers import NORMS, Dense, Embedder, NoNorm, fan_in_normal
-from specdec_jax.models.relative_bias import RelativePositionBias, make_mask_and_biases
+from specdec_jax.models.relative_bias import (
+    RelativePositionBias,
+    make_mask_and_biases,
+    make_window_mask,
+)
+from specdec_jax.models.rotary import Rotary, rotate
+
+
+class LayerKind(NamedTuple):
+    """How the self-attention of a layer differs from those of others in its stack; static.
+
+    Attributes:
+      window, ahead: as in `AttentionShape`.
+      rotary: the angles by which queries and keys are rotated; None: they are not.
+    """
+
+    window: int | None = None
+    rotary: Rotary | None = None
+    ahead: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +71,25 @@ class BlockOptions:
 
     Attributes:
       emb_dim, num_heads, head_dim, mlp_dim, vocab_size: D, H, K, the MLP's width, V.
+      num_kv_heads: as in `AttentionShape`.
       num_encoder_layers, num_decoder_layers: numbers of layers; without an encoder 0.
       activations: one activation, or two for a gated feed-forward block.
-      norm: "rms" or "layer".
-      norm_place: where it is: "pre", before each block, or "post", after it has been added.
+      norm: a name in `NORMS`.
+      norm_place: where it is: "pre", before each block; "post", after it has been added; or "both",
+        before each block and after it, before it is added.
       final_norm: whether there is one at the end of a stack.
       embedding_norm: whether there is one after the embeddings and positions.
       use_bias: whether products have a bias, but for the head.
       self_attention: name of the decoder's self-attention.
       joint_attention: whether its queries, keys and values have one weight in checkpoints too.
+      encoder_attention: name of the encoder's.
+      joins_attention: whether a backend may join the weights of queries, keys and values.
+      layer_kinds: what differs between layers, in turn: after the last, the first again.
+      qk_norm: whether queries and keys of each head have a norm of their own.
+      merged_attention: whether the decoder's self-attention attends to the encoder's output too, by
+        one softmax and with the same weights, in place of cross-attention.
+      apart_id: as `apart` in `layers.Embedder`.
+      attention_cap, logits_cap: c of scores and of logits c·tanh(x / c); None: as they are.
       cross_attention: whether the decoder attends to an encoder's output.
       relative_buckets: number of buckets and greatest distance of T5's relative bias; None: none.
       relative_bias_per_layer: whether every layer has a table of that bias, or a stack one.
@@ -106,12 +136,25 @@ class BlockOptions:
     embedding_norm: bool = False
     embedding_scale: float = 1.0
     logits_bias: bool = False
+    num_kv_heads: int | None = None
+    encoder_attention: str = "attention"
+    joins_attention: bool = True
+    layer_kinds: tuple[LayerKind, ...] = (LayerKind(),)
+    attention_cap: float | None = None
+    logits_cap: float | None = None
+    qk_norm: bool = False
+    merged_attention: bool = False
+    apart_id: int | None = None
 
     @property
     def attention_shape(self) -> AttentionShape:
-        """The shape of every attention."""
-        dtype = jnp.dtype(self.dtype)
-        return AttentionShape(self.num_heads, self.head_dim, dtype, self.query_divisor)
+        """The shape of every attention, without a window."""
+        shape = self.num_heads, self.head_dim, jnp.dtype(self.dtype), self.query_divisor
+        return AttentionShape(*shape, self.num_kv_heads, self.attention_cap)
+
+    def find_kind(self, layer: int) -> LayerKind:
+        """Returns what is a layer's own."""
+        return self.layer_kinds[layer % len(self.layer_kinds)]
 
     def make_norm(self, packed: bool = False, name: str | None = None) -> nn.Module:
         """Makes a norm; `packed` as for `layers.RMSNorm`."""
@@ -119,7 +162,11 @@ class BlockOptions:
 
     def split_norm(self, norm: nn.Module) -> tuple[Any, Any]:
         """Returns what stands before a block and after it: the block's norm, and nothing."""
-        return (norm, NoNorm()) if self.norm_place == "pre" else (NoNorm(), norm)
+        return (NoNorm(), norm) if self.norm_place == "post" else (norm, NoNorm())
+
+    def make_output_norm(self, name: str | None = None) -> nn.Module | None:
+        """Makes the norm of what a block adds; None where there is none."""
+        return self.make_norm(name=name) if self.norm_place == "both" else None
 
     def packs_norms(self, backend: Backend) -> bool:
         """Returns whether a block's norm runs by itself as a CPU's kernel, not before a product."""
@@ -127,16 +174,22 @@ class BlockOptions:
 
     def name_norm(self, block: str) -> str:
         """Returns the name of a block's norm."""
-        return f"{self.norm_place}_{block}_layer_norm"
+        return f"{'post' if self.norm_place == 'post' else 'pre'}_{block}_layer_norm"
 
     def make_dense(self, features: int, **options: Any) -> Dense:
         """Makes a linear map of a block."""
         shared = dict(matmul_dtype=self.matmul_dtype, use_bias=self.use_bias)
         return Dense(features, jnp.dtype(self.dtype), **shared, **options)
 
-    def make_embedder(self, rows: int, packed: bool, name: str | None = None) -> Embedder:
-        """Makes a table of embeddings."""
-        shape = rows, self.emb_dim, self.embedding_deviation
+    def make_embedder(self, packed: bool) -> Embedder:
+        """Makes a table of embeddings of tokens."""
+        shape = self.vocab_size, self.emb_dim, self.embedding_deviation
+        return Embedder(*shape, self.dtype, packed, self.embedding_scale, self.apart_id)
+
+    def make_position_table(self, packed: bool, name: str | None = None) -> Embedder:
+        """Makes a table of positions."""
+        assert self.num_positions is not None
+        shape = self.num_positions, self.emb_dim, self.embedding_deviation
         return Embedder(*shape, self.dtype, packed, name=name)
 
     def make_relative_bias(self, bidirectional: bool, **name: str) -> RelativePositionBias:
@@ -177,42 +230,76 @@ class MLP(nn.Module):
         hidden = functools.reduce(operator.mul, activated)
         rate = options.dropout_rate if options.inner_dropout else 0.0
         hidden = nn.Dropout(rate)(hidden, deterministic=deterministic)
-        return residual + dropout(dense(x.shape[-1], name="wo")(hidden))
+        output_norm = options.make_output_norm("output_norm")
+        return dense(x.shape[-1], name="wo").add_to(residual, hidden, valid, dropout, output_norm)
 
 
 class Attention(nn.Module):
     """Multi-head attention of T queries per row over given keys and values.
 
     With `joint` the weights of queries, keys and values are one matrix `qkv [D, 3·H·K]`. Every
-    `attend_to_…` returns `x + dropout(attention of norm(x))`.
+    `attend_to_…` returns `x + dropout(attention of norm(x))`. `kind` is that of a self-attention.
     """
 
     options: BlockOptions
     backend: Backend
     joint: bool
+    kind: LayerKind = LayerKind()
 
     def setup(self):
         options, dense = self.options, self.options.make_dense
         size = options.num_heads * options.head_dim
+        kv_size = self.shape.kv_heads * options.head_dim
 
         # T5 folds the 1/√K of the scores into the initial query weight.
         def init_query(*shape: Any) -> jax.Array:
             return fan_in_normal(*shape) / np.sqrt(options.head_dim)
 
         self.query = dense(size, kernel_init=init_query)
-        self.key = dense(size, kernel_init=fan_in_normal)
-        self.value = dense(size, kernel_init=fan_in_normal)
+        self.key = dense(kv_size, kernel_init=fan_in_normal)
+        self.value = dense(kv_size, kernel_init=fan_in_normal)
         self.qkv = dense(3 * size)
         self.out = dense(options.emb_dim, kernel_init=fan_in_normal)
+        if options.norm_place == "both":
+            self.output_norm = options.make_norm()
+        if options.qk_norm:
+            self.query_norm, self.key_norm = options.make_norm(), options.make_norm()
 
-    def _project(self, x: AnyStates) -> xla.Projected:
-        return (self.qkv(x),) if self.joint else (self.query(x), self.key(x), self.value(x))
+    @property
+    def shape(self) -> AttentionShape:
+        """The shape of the attention."""
+        kind = self.kind
+        return self.options.attention_shape._replace(window=kind.window, ahead=kind.ahead)
 
-    def _project_after(self, norm: Callable, x: AnyStates, valid: Valid) -> xla.Projected:
+    def _project(self, x: AnyStates, rotation: Rotation | None) -> xla.Projected:
+        if self.joint:
+            return (self.qkv(x),)
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        normed = self.options.qk_norm
+        query = self._place(query, self.query_norm if normed else None, rotation)
+        return query, self._place(key, self.key_norm if normed else None, rotation), value
+
+    def _place(self, x: AnyStates, norm: Callable | None, rotation: Rotation | None) -> AnyStates:
+        """Returns queries or keys with each head normalised, and rotated."""
+        if norm is None and rotation is None:
+            return x
+        by_heads = x.reshape(*x.shape[:-1], -1, self.options.head_dim)
+        by_heads = by_heads if norm is None else norm(by_heads)
+        return (by_heads if rotation is None else rotate(by_heads, rotation)).reshape(x.shape)
+
+    def _project_after(
+        self, norm: Callable, x: AnyStates, valid: Valid, rotation: Rotation | None
+    ) -> xla.Projected:
         """Returns queries, keys and values of `norm(x)`, with packed weights in one kernel."""
         if self.backend.packs_weights:
             return (self.qkv.apply_after(norm, x, valid),)
-        return self._project(norm(x))
+        return self._project(norm(x), rotation)
+
+    def _add(
+        self, x: AnyStates, attended: Float[Array, "..."], valid: Valid, dropout: Callable
+    ) -> AnyStates:
+        norm = self.output_norm if self.options.norm_place == "both" else None
+        return self.out.add_to(x, attended, valid, dropout, norm)
 
     def attend_to_cache(
         self,
@@ -234,21 +321,29 @@ class Attention(nn.Module):
             for nodes of the last of P positions `[H, P]`.
           dropout: dropout.
         """
-        qkv, shape = self._project_after(norm, x, call.valid), self.options.attention_shape
-        attended, cache = self.backend.attend_to_cache(qkv, cache, call, bias, shape)
-        return self.out.add_to(x, attended, call.valid, dropout), cache
+        qkv = self._project_after(norm, x, call.valid, call.rotation)
+        attended, cache = self.backend.attend_to_cache(qkv, cache, call, bias, self.shape)
+        return self._add(x, attended, call.valid, dropout), cache
 
     def attend_to_sequence(
-        self, x: States, norm: Callable, mask: Bool[Array, "1 1 T T"], bias: Bias, dropout: Callable
+        self,
+        x: States,
+        norm: Callable,
+        mask: Bool[Array, "1 1 T T"],
+        bias: Bias,
+        dropout: Callable,
+        rotation: Rotation | None = None,
+        more: tuple[KVCache, Mask] | None = None,
     ) -> States:
-        """Attends within whole sequences, without a cache."""
-        qkv, shape = self._project(norm(x)), self.options.attention_shape
-        return x + dropout(self.out(xla.attend_to_sequence(qkv, mask, bias, shape)))
+        """Attends within whole sequences, without a cache, and to `more` as in `DecoderCall`."""
+        qkv = self._project(norm(x), rotation)
+        attended = xla.attend_to_sequence(qkv, mask, bias, self.shape, more)
+        return self._add(x, attended, None, dropout)
 
     def project_key_value(self, x: Encoded, valid: Mask | None, backend: Backend) -> KVCache:
-        """Returns the keys and values of cross-attention, in the layout of a backend."""
-        shape = self.options.attention_shape
-        return backend.cross_cache(self.key(x, valid), self.value(x, valid), shape)
+        """Returns the keys and values of an encoder's output, in the layout of a backend."""
+        key = self._place(self.key(x, valid), self.key_norm if self.options.qk_norm else None, None)
+        return backend.cross_cache(key, self.value(x, valid), self.shape)
 
     def attend_to_encoded(
         self,
@@ -264,43 +359,49 @@ class Attention(nn.Module):
 
         `backend` made `cross`.
         """
-        packed, shape = self.backend.packs_weights, self.options.attention_shape
+        packed = self.backend.packs_weights
         query = self.query.apply_after(norm, x, valid) if packed else self.query(norm(x))
-        attended = backend.attend_to_encoded(query, cross, mask, valid, shape)
-        return self.out.add_to(x, attended, valid, dropout)
+        attended = backend.attend_to_encoded(query, cross, mask, valid, self.shape)
+        return self._add(x, attended, valid, dropout)
 
     def attend_to_inputs(
         self,
         x: Encoded,
         norm: Callable,
         mask: Mask,
-        bias: Float[Array, "L H L"] | None,
+        bias: Float[Array, "H D"] | None,
         dropout: Callable,
+        rotation: Rotation | None = None,
     ) -> Encoded:
         """Attends to all tokens of an encoder's inputs; `mask` as above."""
-        qkv, shape = self._project_after(norm, x, mask), self.options.attention_shape
-        attended = self.backend.attend_to_inputs(qkv, mask, bias, shape)
-        return self.out.add_to(x, attended, mask, dropout)
+        qkv = self._project_after(norm, x, mask, rotation)
+        attended = self.backend.attend_to_inputs(qkv, mask, bias, self.shape)
+        return self._add(x, attended, mask, dropout)
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and feed-forward block, each with a norm before or after it."""
+    """Self-attention and feed-forward block, each with a norm before it, after it, or both."""
 
     options: BlockOptions
     backend: Backend
+    kind: LayerKind = LayerKind()
 
     @nn.compact
     def __call__(self, x: Encoded, mask: Mask, bias: Bias, deterministic: bool) -> Encoded:
         """Runs the layer; `bias` is None where the layer has its own."""
         options, length = self.options, x.shape[1]
         if options.relative_bias_per_layer:
-            bias = options.make_relative_bias(True, name="relpos_bias")(length, length)
+            bias = options.make_relative_bias(True, name="relpos_bias").by_distance(length)
         dropout = functools.partial(nn.Dropout(options.dropout_rate), deterministic=deterministic)
-        joint, packed = self.backend.joins_weights, options.packs_norms(self.backend)
-        attention = Attention(options, self.backend, joint, name="attention")
+        joint = options.joins_attention and self.backend.joins_weights
+        packed, rotation = options.packs_norms(self.backend), None
+        if (rotary := self.kind.rotary) is not None:
+            rotation = rotary.rotation(jnp.arange(length), options.head_dim, options.dtype)
+        name = options.encoder_attention
+        attention = Attention(options, self.backend, joint, self.kind, name=name)
         norm = options.make_norm(packed, name=options.name_norm("attention"))
         before, after = options.split_norm(norm)
-        x = after(attention.attend_to_inputs(x, before, mask, bias, dropout), mask)
+        x = after(attention.attend_to_inputs(x, before, mask, bias, dropout, rotation), mask)
         norm = options.make_norm(packed, name=options.name_norm("mlp"))
         before, after = options.split_norm(norm)
         mlp = MLP(options, self.backend, name="mlp")
@@ -319,16 +420,16 @@ class Encoder(nn.Module):
         options, length, bias = self.options, x.shape[1], None
         packed = self.backend.packs_weights
         if options.relative_buckets and not options.relative_bias_per_layer:
-            bias = options.make_relative_bias(True, name="relpos_bias")(length, length)
+            bias = options.make_relative_bias(True, name="relpos_bias").by_distance(length)
         if options.num_positions is not None:
-            table = options.make_embedder(options.num_positions, packed, "position_embedder")
+            table = options.make_position_table(packed, "position_embedder")
             x = x + table(jnp.arange(length))
         if options.embedding_norm:
             x = options.make_norm(packed, name="embedding_norm")(x, mask)
         dropout = nn.Dropout(options.dropout_rate)
         x = dropout(x, deterministic)
         for i in range(options.num_encoder_layers):
-            layer = EncoderLayer(options, self.backend, name=f"layers_{i}")
+            layer = EncoderLayer(options, self.backend, options.find_kind(i), name=f"layers_{i}")
             x = layer(x, mask, bias, deterministic)
         if options.final_norm:
             x = options.make_norm(packed, name="encoder_norm")(x, mask)
@@ -397,6 +498,7 @@ class DecoderLayer(nn.Module):
 
     options: BlockOptions
     backend: Backend
+    kind: LayerKind = LayerKind()
 
     def setup(self):
         options, backend = self.options, self.backend
@@ -405,8 +507,8 @@ class DecoderLayer(nn.Module):
         packed = options.packs_norms(backend)
         for block in ("self_attention", "mlp", "cross_attention")[: 2 + options.cross_attention]:
             setattr(self, options.name_norm(block), options.make_norm(packed))
-        joint = options.joint_attention or backend.joins_weights
-        setattr(self, options.self_attention, Attention(options, backend, joint))
+        joint = options.joint_attention or (options.joins_attention and backend.joins_weights)
+        setattr(self, options.self_attention, Attention(options, backend, joint, self.kind))
         if options.cross_attention:
             self.encoder_decoder_attention = Attention(options, backend, joint)
         self.mlp = MLP(options, backend)
@@ -414,7 +516,9 @@ class DecoderLayer(nn.Module):
 
     def cross_cache(self, encoded: Encoded, mask: Mask | None, backend: Backend) -> KVCache:
         """Returns keys and values of the encoder's output, in the layout of a backend."""
-        return self.encoder_decoder_attention.project_key_value(encoded, mask, backend)
+        merged = self.options.merged_attention
+        attention = self._self_attention()[0] if merged else self.encoder_decoder_attention
+        return attention.project_key_value(encoded, mask, backend)
 
     def step(
         self,
@@ -428,6 +532,9 @@ class DecoderLayer(nn.Module):
         """Runs the layer over T queries per row."""
         attention, before, after = self._self_attention()
         dropout = functools.partial(self.dropout, deterministic=True)
+        if self.options.merged_attention:
+            assert cross is not None and cross_mask is not None
+            call, cross = call._replace(more=(cross, cross_mask)), None
         x, cache = attention.attend_to_cache(x, before, cache, call, bias, dropout)
         x = after(x, call.valid)
         return self._finish(x, cross, cross_mask, True, call.valid, self.backend), cache
@@ -440,14 +547,19 @@ class DecoderLayer(nn.Module):
         encoded: Encoded | None,
         cross_mask: Mask | None,
         deterministic: bool,
+        rotation: Rotation | None,
     ) -> States:
         """Runs the layer over whole sequences, teacher-forced."""
         attention, before, after = self._self_attention()
         # Whole sequences need no accelerator's layout of caches.
         backend = self.backend if self.backend.packs_weights else Backend()
         cross = None if encoded is None else self.cross_cache(encoded, None, backend)
-        dropout = functools.partial(self.dropout, deterministic=deterministic)
-        x = after(attention.attend_to_sequence(x, before, mask, bias, dropout))
+        dropout, more = functools.partial(self.dropout, deterministic=deterministic), None
+        if self.options.merged_attention:
+            assert cross is not None and cross_mask is not None
+            more, cross = (cross, cross_mask), None
+        x = attention.attend_to_sequence(x, before, mask, bias, dropout, rotation, more)
+        x = after(x)
         return self._finish(x, cross, cross_mask, deterministic, None, backend)
 
     def _self_attention(self) -> tuple[Attention, Any, Any]:
@@ -488,11 +600,11 @@ class Decoder(nn.Module):
     def setup(self):
         options, packed = self.options, self.backend.packs_weights
         if options.num_positions is not None:
-            self.position_embedder = options.make_embedder(options.num_positions, packed)
+            self.position_embedder = options.make_position_table(packed)
         if options.relative_buckets and not options.relative_bias_per_layer:
             self.relpos_bias = options.make_relative_bias(False)
         layers = range(options.num_decoder_layers)
-        self.layers = [DecoderLayer(options, self.backend) for _ in layers]
+        self.layers = [DecoderLayer(options, self.backend, options.find_kind(i)) for i in layers]
         if options.embedding_norm:
             self.embedding_norm = options.make_norm(packed)
         if options.final_norm:
@@ -526,7 +638,7 @@ class Decoder(nn.Module):
         """Makes the cache for `rows` inputs; other arguments are as for `FamilyModule.prefill`."""
         shape, backend = self.options.attention_shape, self.backend
         empty = tuple(backend.empty_cache(rows * copies, slots, shape) for _ in self.layers)
-        if not self.options.cross_attention:
+        if not (self.options.cross_attention or self.options.merged_attention):
             return DecoderCache(empty, rules=backend.rules)
 
         cross = tuple(layer.cross_cache(encoded, cross_mask, backend) for layer in self.layers)
@@ -550,23 +662,23 @@ class Decoder(nn.Module):
         x: States,
         positions: PerRow | None,
         cache: DecoderCache,
-        layers: int | None = None,
+        layers: Layers = None,
         valid: Valid = None,
         nodes: AnyNodes | None = None,
     ) -> tuple[States, DecoderCache]:
-        """Runs the first `layers` layers (None: all) over the T tokens with the embeddings `x`.
+        """Runs `layers` (see `FamilyModule`) over the T tokens with the embeddings `x`.
 
         The arguments are those of `FamilyModule.decode_states`. Returns the normalised states and
         the new cache, in which the layers that were not run stay as they are.
         """
         (batch, count, width), written = x.shape, list(cache.layers)
         mask, biases, padding = None, list(cache.position_bias), 0
+        if nodes is None:
+            assert positions is not None, "a call has nodes or positions"
+            places = positions[:, None] + jnp.arange(count)
+        else:
+            places = nodes.positions
         if self.options.num_positions is not None:
-            if nodes is None:
-                assert positions is not None, "a call has nodes or positions"
-                places = positions[:, None] + jnp.arange(count)
-            else:
-                places = nodes.positions
             x = x + self.position_embedder(places, valid)
         if self.options.embedding_norm:
             x = self.embedding_norm(x, valid)
@@ -579,11 +691,29 @@ class Decoder(nn.Module):
             x = pad(x, 1, padding).reshape(-1, width)
             valid = None if valid is None or padding else valid.reshape(-1)
         call = DecoderCall(positions, mask, valid, nodes, count)
+        calls = self._spread_call(call, places, written[0].slots)
         cross = cache.cross or [None] * len(self.layers)
-        for i, (layer, bias) in enumerate(zip(self.layers[:layers], self._spread_biases(biases))):
-            x, written[i] = layer.step(x, written[i], call, bias, cross[i], cache.cross_mask)
+        spread = self._spread_biases(biases)
+        for i in layers if isinstance(layers, tuple) else range(len(self.layers))[:layers]:
+            given = calls[self.layers[i].kind], spread[i], cross[i], cache.cross_mask
+            x, written[i] = self.layers[i].step(x, written[i], *given)
         states = self._normalize(x, valid).reshape(batch, count + padding, width)
         return states[:, :count] if padding else states, cache.replace(layers=tuple(written))
+
+    def _spread_call(
+        self, call: DecoderCall, places: Int[Array, "B T"], slots: int
+    ) -> dict[LayerKind, DecoderCall]:
+        """Returns the call of each kind of layers, for tokens at the positions `places`."""
+        calls = {}
+        for kind in self.options.layer_kinds:
+            mask, rotation = call.mask, call.rotation
+            if kind.window is not None:
+                mask &= make_window_mask(places, call.nodes, slots, kind.window)
+            if kind.rotary is not None:
+                options, flat = self.options, places.reshape(-1)
+                rotation = kind.rotary.rotation(flat, options.head_dim, options.dtype)
+            calls[kind] = call._replace(mask=mask, rotation=rotation)
+        return calls
 
     def __call__(
         self,
@@ -599,10 +729,13 @@ class Decoder(nn.Module):
         if options.embedding_norm:
             x = self.embedding_norm(x)
         biases = self._map_tables(lambda table: table(length, length).transpose(1, 0, 2)[None])
-        mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
+        places, mask = jnp.arange(length)[None], jnp.tril(jnp.ones((length, length), bool))
+        calls = self._spread_call(DecoderCall(None, mask[None, None]), places, length)
         x = self.dropout(x, deterministic)
         for layer, bias in zip(self.layers, self._spread_biases(biases)):
-            x = layer(x, mask, bias, encoded, encoder_mask, deterministic)
+            call = calls[layer.kind]
+            given = call.mask, bias, encoded, encoder_mask, deterministic, call.rotation
+            x = layer(x, *given)
         x = self._normalize(x)
         return self.dropout(x, deterministic) if options.inner_dropout else x
 
@@ -615,10 +748,11 @@ class Decoder(nn.Module):
         if self.options.tied_head:
             logits = product(x, embedding.astype(x.dtype), ((2,), (1,)))
         elif self.backend.packs_weights:
-            return self.logits_dense.apply_packed(x, valid, bias=bias)
+            logits, bias = self.logits_dense.apply_packed(x, valid, bias=bias), None
         else:
             logits = self.logits_dense(x, valid)
-        return logits if bias is None else logits + bias.astype(logits.dtype)
+        logits = logits if bias is None else logits + bias.astype(logits.dtype)
+        return xla.apply_cap(logits, self.options.logits_cap)
 
     def greedy_token_and_logprob(self, x: States, valid: Valid, normalize: bool) -> TokenAndLogprob:
         """Does what `Network.greedy_token_and_logprob` does, for normalised states `x`."""
@@ -643,7 +777,7 @@ class DecoderOnly(FamilyModule):
     def setup(self):
         options = self.config.block_options()
         packed = self.backend.packs_weights
-        self.token_embedder = options.make_embedder(options.vocab_size, packed)
+        self.token_embedder = options.make_embedder(packed)
         self.decoder = Decoder(options, self.backend)
 
     def prefill(
@@ -661,7 +795,7 @@ class DecoderOnly(FamilyModule):
         tokens: Tokens,
         positions: PerRow | None,
         cache: DecoderCache,
-        layers: int | None = None,
+        layers: Layers = None,
         valid: Valid = None,
         nodes: AnyNodes | None = None,
     ) -> tuple[States, DecoderCache]:
@@ -673,7 +807,7 @@ class DecoderOnly(FamilyModule):
         x: States,
         positions: PerRow | None,
         cache: DecoderCache,
-        layers: int | None = None,
+        layers: Layers = None,
         valid: Valid = None,
         nodes: AnyNodes | None = None,
     ) -> tuple[States, DecoderCache]:
@@ -682,11 +816,7 @@ class DecoderOnly(FamilyModule):
 
     def embed(self, tokens: Tokens, valid: Valid = None) -> States:
         """Returns the embeddings of the decoder's tokens."""
-        return self._scaled(self.token_embedder(tokens, valid))
-
-    def _scaled(self, x: States) -> States:
-        scale = self.config.block_options().embedding_scale
-        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+        return self.token_embedder(tokens, valid)
 
     def node_cache(self, cache: DecoderCache, slots: int, positions: int) -> DecoderCache:
         return self.decoder.node_cache(cache, slots, positions)
@@ -712,18 +842,17 @@ class EncoderDecoder(DecoderOnly):
 
     def setup(self):
         super().setup()
-        options = self.config.block_options()
+        options = self.config.encoder_options()
         if options.separate_embeddings:
-            packed = self.backend.packs_weights
-            self.encoder_embedder = options.make_embedder(options.vocab_size, packed)
+            self.encoder_embedder = options.make_embedder(self.backend.packs_weights)
         if options.num_encoder_layers:
             self.encoder = Encoder(options, self.backend)
 
     def encode(self, inputs: Inputs, mask: Mask, deterministic: bool = True) -> Encoded:
         """Runs the encoder on `inputs`, with `mask` True at tokens."""
-        separate = self.config.block_options().separate_embeddings
+        separate = self.config.encoder_options().separate_embeddings
         embedder = self.encoder_embedder if separate else self.token_embedder
-        return self.encoder(self._scaled(embedder(inputs, mask)), mask, deterministic)
+        return self.encoder(embedder(inputs, mask), mask, deterministic)
 
     def prefill(
         self,

@@ -20,6 +20,11 @@ _COUNTS = {
     "target_dim": (1, 1_000_000),
     "mlp_dim": (1, 1_000_000),
     "num_heads": (1, 1000),
+    "num_kv_heads": (1, 1000),
+    "encoder_emb_dim": (1, 1_000_000),
+    "encoder_mlp_dim": (1, 1_000_000),
+    "encoder_num_heads": (1, 1000),
+    "encoder_num_kv_heads": (1, 1000),
     "head_dim": (1, 100_000),
     "num_encoder_layers": (0, 1000),
     "num_decoder_layers": (1, 1000),
@@ -28,13 +33,22 @@ _COUNTS = {
     "num_positions": (1, 100_000_000),
     "num_blocks": (0, 100),
     "pad_id": (0, 10_000_000),
+    "apart_id": (0, 10_000_000),
 }
+_POSITIVE = (
+    *("attention_cap", "logits_cap", "query_scalar"),
+    *("rotary_base", "local_rotary_base", "rotary_factor"),
+)
+_WINDOWS = ("windows", "encoder_windows")  # of layers in turn
+_LARGEST = 1_000_000_000
 _FLAGS = (
     "logits_via_embedding",
     "scale_decoder_outputs",
     "relative_bias_per_layer",
     "share_head",
     "separate_embeddings",
+    "qk_norm",
+    "merged_attention",
     "embedding_norm",
     "scale_embedding",
     "logits_bias",
@@ -88,6 +102,12 @@ def _find_expected(name: str, value: Any) -> str | None:
         return None if isinstance(value, bool) else "true or false"
     if name == "dropout_rate":
         return None if number and 0 <= value < 1 else "a number in [0, 1)"
+    if name in _POSITIVE:
+        return None if number and 0 < value <= _LARGEST else f"a number in (0, {_LARGEST:,}]"
+    if name in _WINDOWS:
+        listed = isinstance(value, list | tuple) and 0 < len(value) <= 1000
+        sound = listed and all(type(one) is int and 0 <= one <= _LARGEST for one in value)
+        return None if sound else f"1 to 1,000 integers from 0 (none) to {_LARGEST:,}"
     if name == "mlp_activations":
         listed = isinstance(value, list | tuple) and len(value) in (1, 2)
         known = listed and all(isinstance(one, str) and one in ACTIVATIONS for one in value)

@@ -10,11 +10,13 @@ from typing import Any
 from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.models.bart import BartConfig
 from specdec_jax.models.family import ModelConfig
+from specdec_jax.models.gemma import GemmaConfig, T5GemmaConfig
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
 
 # Classes of configurations by their `family`, the name that stored models have.
-FAMILIES: dict[str, type[ModelConfig]] = {"t5": T5Config, "gpt": GPTConfig, "bart": BartConfig}
+_CLASSES = T5Config, GPTConfig, BartConfig, GemmaConfig, T5GemmaConfig
+FAMILIES: dict[str, type[ModelConfig]] = {shape.family: shape for shape in _CLASSES}
 
 PRESETS: dict[str, ModelConfig] = {
     name: config for shape in FAMILIES.values() for name, config in shape.presets().items()

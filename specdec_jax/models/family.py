@@ -13,7 +13,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
-from specdec_jax.backends.axes import Encoded, Inputs, Logits, Mask, PerRow, States, Tokens, Valid
+from specdec_jax.backends.axes import (
+    Encoded,
+    Inputs,
+    Layers,
+    Logits,
+    Mask,
+    PerRow,
+    States,
+    Tokens,
+    Valid,
+)
 from specdec_jax.backends.backend import Backend
 from specdec_jax.backends.tree_positions import AnyNodes
 from specdec_jax.files.reading import mismatch_error
@@ -41,6 +51,7 @@ class ModelConfig:
       logits_via_embedding, dropout_rate, matmul_dtype: as in `T5Config`; fields of it may be
         declared only with defaults.
       encoder_dim: as in `T5Config`; None for every other family.
+      encoded_dim: width of what the network's own encoder returns.
       max_positions: the longest sequence of the decoder, prompt and new tokens together; None: no
         limit.
     """
@@ -56,6 +67,10 @@ class ModelConfig:
     @property
     def encoder_dim(self) -> int | None:
         return None
+
+    @property
+    def encoded_dim(self) -> int:
+        return self.emb_dim
 
     @property
     def logits_via_embedding(self) -> bool:
@@ -80,6 +95,14 @@ class ModelConfig:
     def module(self, backend: Backend = Backend()) -> "FamilyModule":
         """Makes the linen module, for a backend; by default in plain XLA, with T5X's weights."""
         raise NotImplementedError
+
+    def block_options(self) -> Any:
+        """Returns the `BlockOptions` that say what the decoder is made of."""
+        raise NotImplementedError
+
+    def encoder_options(self) -> Any:
+        """Returns the `BlockOptions` that say what the encoder is made of."""
+        return self.block_options()
 
     def shared_options(self) -> dict[str, Any]:
         """Returns the `BlockOptions` that have the name of a field or property."""
@@ -207,7 +230,7 @@ class FamilyModule(nn.Module):
         tokens: Tokens,
         positions: PerRow | None,
         cache: Any,
-        layers: int | None = None,
+        layers: Layers = None,
         valid: Valid = None,
         nodes: AnyNodes | None = None,
     ) -> tuple[States, Any]:
@@ -217,7 +240,8 @@ class FamilyModule(nn.Module):
           tokens: T tokens of each row.
           positions: the first position of each row; None with `nodes`.
           cache: from `prefill`, or an earlier call.
-          layers: number of decoder layers to run, from the first; None: all.
+          layers: which decoder layers run: the first so many, those with the numbers of a tuple,
+            or all (None).
           valid: as for `Network.decode`.
           nodes: where the tokens lie if they are nodes of trees; not given otherwise.
         """

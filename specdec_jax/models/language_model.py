@@ -261,8 +261,8 @@ class LanguageModel:
         """
         check_process()
         check_not_traced("logits", [inputs, decoder_tokens, input_lengths, attention_mask])
-        if (encoder and encoder.config.emb_dim) != self.config.encoder_dim:
-            got = f"one of width {encoder.config.emb_dim}" if encoder else "none"
+        if (encoder and encoder.config.encoded_dim) != self.config.encoder_dim:
+            got = f"one of width {encoder.config.encoded_dim}" if encoder else "none"
             width = self.config.encoder_dim
             own = width is None
             expected = "none: the model has its own" if own else f"a model of width {width}"

@@ -26,7 +26,13 @@ _fan_in_truncated = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_n
 class Embedder(nn.Module):
     """An embedding table `[rows, features]`; an index past its end gives the last row.
 
-    With `packed` a CPU's own kernel takes the rows.
+    Attributes:
+      rows, features: the table's shape.
+      deviation: standard deviation at first.
+      dtype: dtype of what it returns.
+      packed: whether a CPU's own kernel takes the rows.
+      scale: number by which rows are multiplied.
+      apart: index whose row in calls is another parameter, which is not scaled; None: none.
     """
 
     rows: int
@@ -34,20 +40,30 @@ class Embedder(nn.Module):
     deviation: float
     dtype: Any = jnp.float32
     packed: bool = False
+    scale: float = 1.0
+    apart: int | None = None
 
     def setup(self):
         shape = (self.rows, self.features)
-        self.embedding = self.param("embedding", nn.initializers.normal(self.deviation), shape)
+        init = nn.initializers.normal(self.deviation)
+        self.embedding = self.param("embedding", init, shape)
+        if self.apart is not None:
+            self.row_apart = self.param("row_apart", init, (self.features,))
 
     def __call__(
         self, indices: Int[Array, "*N"], valid: Bool[Array, "*N"] | None = None
     ) -> Float[Array, "*N F"]:
-        """Returns the rows with these indices."""
+        """Returns the rows with these indices, times the scale."""
         if self.packed:
-            return packed_weights.take_rows(self.embedding, indices, valid)
-        # A drafter may meet ids that it lacks, and a draft may reach past the last position: for
-        # these the default mode would give NaN, which would stay in the cache.
-        return jnp.take(self.embedding, indices, axis=0, mode="clip").astype(self.dtype)
+            rows = packed_weights.take_rows(self.embedding, indices, valid)
+        else:
+            # A drafter may meet ids that it lacks, and a draft may reach past the last position:
+            # for these the default mode would give NaN, which would stay in the cache.
+            rows = jnp.take(self.embedding, indices, axis=0, mode="clip").astype(self.dtype)
+        rows = rows if self.scale == 1 else rows * jnp.asarray(self.scale, rows.dtype)
+        if self.apart is None:
+            return rows
+        return jnp.where(indices[..., None] == self.apart, self.row_apart.astype(rows.dtype), rows)
 
 
 class Dense(nn.Module):
@@ -115,12 +131,17 @@ class Dense(nn.Module):
         x: Float[Array, "..."],
         valid: Valid,
         dropout: Callable,
+        norm: Callable | None = None,
     ) -> Float[Array, "*N F"]:
-        """Returns `residual` + the map of `x`, through dropout unless weights are packed."""
-        if isinstance(self._weight(), PackedWeight):
+        """Returns `residual` + the map of `x`, through dropout unless weights are packed.
+
+        With a `norm` the map's result is normalised first.
+        """
+        if norm is None and isinstance(self._weight(), PackedWeight):
             return self.apply_packed(x, valid, residual=residual)
         width = -1 if residual.size else math.prod(x.shape[residual.ndim - 1 :])  # no −1 of 0
-        return residual + dropout(self(x.reshape(*residual.shape[:-1], width), valid))
+        y = self(x.reshape(*residual.shape[:-1], width), valid)
+        return residual + dropout(y if norm is None else norm(y))
 
     def greedy_token_and_logprob(
         self,
@@ -172,6 +193,29 @@ class RMSNorm(nn.Module):
         return Before("rms", self.get_variable("params", "scale"))
 
 
+class OffsetRMSNorm(nn.Module):
+    """Root-mean-square normalisation times 1 + a parameter, all in float32; ε = 1e-6, as in Gemma.
+
+    `packed` as in `RMSNorm`.
+    """
+
+    dtype: Any = jnp.float32
+    packed: bool = False
+
+    @nn.compact
+    def __call__(self, x: AnyStates, valid: Bool[Array, "*N"] | None = None) -> AnyStates:
+        scale = self.param("scale", nn.initializers.zeros, (x.shape[-1],))
+        if self.packed:
+            return packed_weights.normalize(x, self.before(), valid)
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+        return (x * (1 + scale.astype(jnp.float32))).astype(self.dtype)
+
+    def before(self) -> Before:
+        """Returns this norm as what a packed weight computes before its product."""
+        return Before("rms", 1 + self.get_variable("params", "scale"))
+
+
 class LayerNorm(nn.Module):
     """Normalisation by mean and variance in float32, with scale and bias; ε = 1e-5, as in GPT-2.
 
@@ -208,4 +252,4 @@ class NoNorm:
         return Before("nothing")
 
 
-NORMS = {"rms": RMSNorm, "layer": LayerNorm}
+NORMS = {"rms": RMSNorm, "offset_rms": OffsetRMSNorm, "layer": LayerNorm}

@@ -13,6 +13,7 @@ from jaxtyping import Array, Int, Key, Shaped
 from specdec_jax.backends.axes import (
     Encoded,
     Inputs,
+    Layers,
     Logits,
     Mask,
     PerRow,
@@ -89,8 +90,10 @@ class Network:
         """
         return self.backend.pairs_are_free(cache) or self._runs_whole_step(2, cache)
 
-    def _runs_whole_step(self, queries: int, cache: Any, layers: int | None = None) -> bool:
+    def _runs_whole_step(self, queries: int, cache: Any, layers: Layers = None) -> bool:
         """Returns whether a call over so many positions is one kernel of the backend."""
+        if isinstance(layers, tuple):
+            return False
         whole = self.backend.runs_whole_step(self, queries, cache, layers)
         return whole and fused_step_selftest.SELF_TEST.passed()
 
@@ -157,7 +160,7 @@ class Network:
         tokens: Tokens,
         positions: PerRow,
         cache: Any,
-        layers: int | None = None,
+        layers: Layers = None,
         valid: Valid = None,
         added: States | None = None,
     ) -> tuple[States, Any]:
@@ -165,11 +168,11 @@ class Network:
 
         Args:
           tokens, positions, cache, valid: as for `decode`.
-          layers: how many layers run; None: all.
+          layers: which layers run: the first so many, those of a tuple of numbers, or all (None).
           added: what is added to the tokens' embeddings.
 
         Returns:
-          States after the first `layers` layers (None: all) and the final norm; the new cache.
+          States after these layers and the final norm; the new cache.
         """
         whole = self._runs_whole_step(tokens.shape[1], cache, layers)
         count, least = tokens.shape[1], self.backend.min_query_len
@@ -189,6 +192,7 @@ class Network:
             return self._run_layers(tokens, positions, cache, layers, valid, None, added)
 
         def run_kernel(tokens: Tokens, positions: PerRow, cache: Any) -> tuple[States, Any]:
+            assert not isinstance(layers, tuple)
             x = self._apply("embed", tokens)
             x = x if added is None else x + added
             return self.backend.decode_states(self, x, positions, cache, layers)
@@ -204,7 +208,7 @@ class Network:
         tokens: Tokens,
         positions: PerRow | None,
         cache: Any,
-        layers: int | None,
+        layers: Layers,
         valid: Valid,
         nodes: AnyNodes | None,
         added: States | None,
@@ -234,7 +238,7 @@ class Network:
         nodes: AnyNodes,
         cache: Any,
         valid: Valid = None,
-        layers: int | None = None,
+        layers: Layers = None,
         added: States | None = None,
     ) -> tuple[States, Any]:
         """Feeds `tokens` as nodes of trees.

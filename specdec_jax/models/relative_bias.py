@@ -31,6 +31,10 @@ class RelativePositionBias(nn.Module):
         """Returns the bias for query positions 0 … queries − 1 and key positions 0 … keys − 1."""
         return self._at(np.arange(keys)[None, :] - np.arange(queries)[:, None]).transpose(1, 0, 2)
 
+    def by_distance(self, positions: int) -> Float32[Array, "H 2*{positions}-1"]:
+        """Returns the bias of each distance, from 1 − `positions` to `positions` − 1."""
+        return self._at(np.arange(1 - positions, positions))
+
     def last_query_bias(self, positions: int) -> Float32[Array, "H {positions}"]:
         """Returns the bias of the last of so many query positions, which `gather_biases` takes."""
         return self._at(np.arange(positions) - (positions - 1))
@@ -96,6 +100,24 @@ def make_causal_mask(
     """Returns the causal mask of `queries` positions from `positions[b]` on, over `slots` slots."""
     query_positions = positions[:, None] + jnp.arange(queries)
     return jnp.arange(slots) <= query_positions[:, None, :, None]
+
+
+def make_window_mask(
+    places: Int[Array, "#B T"], nodes: AnyNodes | None, slots: int, window: int
+) -> Bool[Array, "#B 1 T {slots}"]:
+    """Returns whether a slot's token lies fewer than `window` positions before a query.
+
+    Slots that a causal mask hides, or a mask of nodes, may be True.
+
+    Args:
+      places: positions of the queries.
+      nodes: where the tokens lie if they are nodes of trees, whose slots are not their positions.
+      slots: S, slots of the cache.
+      window: number of positions.
+    """
+    if nodes is not None:
+        return nodes.distances(slots)[:, None] < window
+    return jnp.arange(slots) > places[:, None, :, None] - window
 
 
 def slice_biases(

@@ -175,10 +175,12 @@ class TreeDrafter(Drafter):
         best first, as in `CHILDREN`. All of `CHILDREN` include a `DynamicTree`.
       reads_nodes: whether `observe` reads what the target returned at all nodes (`Scored.nodes`),
         rejected ones too.
+      tree: the one tree that it drafts, which then need not be given; None: any of its `kinds`.
     """
 
     kinds: ClassVar[Mapping[str, tuple[str, ...]]] = CHILDREN
     reads_nodes: ClassVar[bool] = False
+    tree: ClassVar[Any] = None
 
     def init_tree(
         self,
@@ -279,7 +281,7 @@ def check_model(target: LanguageModel, model: LanguageModel) -> None:
     reads = model.config.encoder_dim
     if reads is not None:
         got = f"a model that reads encoder outputs of width {reads}"
-        width = target.config.emb_dim
+        width = target.config.encoded_dim
         check(reads == width, got, f"the target's width, {width}")
         trained_on = model.encoder_fingerprint
         sound = trained_on is None or trained_on == target.fingerprint  # slow: digests all weights

@@ -1,12 +1,12 @@
 """Reads and writes the tokenizer of a Hugging Face folder, which several files may describe."""
 
 import copy
-import pathlib
 import re
 from collections.abc import Iterable
 from typing import Any
 
-from specdec_jax.files import reading
+from specdec_jax.files import places, reading
+from specdec_jax.files.places import AnyPath
 from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.tokenizers import checks, vocabularies
 from specdec_jax.tokenizers.vocabularies import Vocabulary
@@ -38,7 +38,7 @@ def _first_given(*values: Any) -> Any:
 
 
 def open_folder(
-    folder: pathlib.Path, stop_ids: tuple[int, ...], logits: int | None = None
+    folder: AnyPath, stop_ids: tuple[int, ...], logits: int | None = None
 ) -> Vocabulary | None:
     """Returns the tokenizer of a folder, None if it has none.
 
@@ -84,7 +84,7 @@ def open_folder(
 _CLASSES = {"bart": "BartTokenizer", "pegasus": "PegasusTokenizer", "mbart": "MBartTokenizer"}
 
 
-def _tokenizer_class(folder: pathlib.Path, options: dict) -> str:
+def _tokenizer_class(folder: AnyPath, options: dict) -> str:
     """Returns the name of the tokenizer's class without "Fast", "" if no file gives it."""
     config = reading.read_optional_json(folder / "config.json")
     kind = _first_given(options.get("tokenizer_class"), config.get("tokenizer_class"), "")
@@ -94,7 +94,7 @@ def _tokenizer_class(folder: pathlib.Path, options: dict) -> str:
     return kind.removesuffix("Fast")
 
 
-def _read_flag(folder: pathlib.Path, options: dict, name: str) -> bool:
+def _read_flag(folder: AnyPath, options: dict, name: str) -> bool:
     value = _first_given(options.get(name), False)
     if not isinstance(value, bool):
         path = folder / "tokenizer_config.json"
@@ -103,7 +103,7 @@ def _read_flag(folder: pathlib.Path, options: dict, name: str) -> bool:
 
 
 def _special_tokens_around(
-    folder: pathlib.Path, options: dict, kind: str
+    folder: AnyPath, options: dict, kind: str
 ) -> tuple[list[str], list[str]] | None:
     """Returns the tokens that a class puts before and after a text, None if a file decides."""
     if kind in _LANGUAGES:
@@ -119,9 +119,7 @@ def _special_tokens_around(
     return tokens[:-1], tokens[-1:]
 
 
-def _add_sentinels(
-    folder: pathlib.Path, options: dict, kind: str, logits: int | None
-) -> Vocabulary:
+def _add_sentinels(folder: AnyPath, options: dict, kind: str, logits: int | None) -> Vocabulary:
     """Returns the vocabulary of spiece.model, or of bytes, with its sentinels."""
     path, model = folder / "tokenizer_config.json", folder / "spiece.model"
     added = _added_tokens(folder, options)
@@ -146,7 +144,7 @@ def _add_sentinels(
     return vocabulary
 
 
-def _open_marian(folder: pathlib.Path, options: dict) -> vocabularies.MarianVocabulary:
+def _open_marian(folder: AnyPath, options: dict) -> vocabularies.MarianVocabulary:
     """Returns the vocabulary of Marian's files, which source and target language share."""
     file, model = folder / "vocab.json", folder / "source.spm"
     if _read_flag(folder, options, "separate_vocabs"):
@@ -162,12 +160,12 @@ def _open_marian(folder: pathlib.Path, options: dict) -> vocabularies.MarianVoca
         raise ValueError(f"{file}, with {model.name}: {error}") from None
 
 
-def _special_token(folder: pathlib.Path, options: dict, name: str) -> str | None:
+def _special_token(folder: AnyPath, options: dict, name: str) -> str | None:
     token = _named_token(folder, options, name)
     return _token_text(token, folder / "tokenizer_config.json", name) if token else None
 
 
-def _named_token(folder: pathlib.Path, options: dict, name: str) -> Any:
+def _named_token(folder: AnyPath, options: dict, name: str) -> Any:
     """Returns a token as the folder's files give it, checked; None if none does."""
     if options.get(name):
         return options[name]
@@ -177,7 +175,7 @@ def _named_token(folder: pathlib.Path, options: dict, name: str) -> Any:
     return token
 
 
-def _token_text(token: Any, path: pathlib.Path, name: str) -> str:
+def _token_text(token: Any, path: AnyPath, name: str) -> str:
     """Returns the text of a token, which a file gives either alone or inside an object."""
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
@@ -186,7 +184,7 @@ def _token_text(token: Any, path: pathlib.Path, name: str) -> str:
     return _check_utf8(content, path)
 
 
-def _check_utf8(token: str, path: pathlib.Path) -> str:
+def _check_utf8(token: str, path: AnyPath) -> str:
     """Returns a token; raises ValueError if it has half a surrogate pair, as JSON may give it."""
     if not token.isascii() and any("\ud800" <= character <= "\udfff" for character in token):
         raise mismatch_error(path, f"the token {quote_value(token)}", "UTF-8 text")
@@ -194,7 +192,7 @@ def _check_utf8(token: str, path: pathlib.Path) -> str:
 
 
 def _byte_level_bpe(
-    folder: pathlib.Path, options: dict, kind: str, stop_ids: tuple[int, ...]
+    folder: AnyPath, options: dict, kind: str, stop_ids: tuple[int, ...]
 ) -> vocabularies.TokenizerJsonVocabulary:
     """Returns the vocabulary of GPT-2's own files: pieces with their ids, and merges in order."""
     file, path = folder / "vocab.json", folder / "tokenizer_config.json"
@@ -235,7 +233,7 @@ def _byte_level_bpe(
 
 
 def _make_tokenizer_json(
-    vocab_file: pathlib.Path, special_tokens: Iterable[dict], add_prefix_space: bool
+    vocab_file: AnyPath, special_tokens: Iterable[dict], add_prefix_space: bool
 ) -> str:
     """Returns the contents of a `tokenizer.json` made of GPT-2's `vocab.json` and `merges.txt`.
 
@@ -256,7 +254,8 @@ def _make_tokenizer_json(
     reading.check_file(merges_file, vocabularies.TOKENIZER_BYTES)
     try:
         checks.check_ids(pieces.items())
-        bpe = tokenizers.models.BPE.from_file(str(vocab_file), str(merges_file))
+        with places.open_copies(vocab_file, merges_file) as (vocab_copy, merges_copy):
+            bpe = tokenizers.models.BPE.from_file(str(vocab_copy), str(merges_copy))
     except Exception as error:  # the library raises plain Exception
         got = f"no readable vocabulary with merges ({reading.error_reason(error)})"
         raise ValueError(f"{vocab_file}: got {got}, expected GPT-2's") from None
@@ -274,7 +273,7 @@ def _is_stripped(entry: dict) -> dict[str, bool]:
     return {name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word")}
 
 
-def _added_tokens(folder: pathlib.Path, options: dict) -> dict[str, int | None]:
+def _added_tokens(folder: AnyPath, options: dict) -> dict[str, int | None]:
     """Returns the tokens that the folder adds to its vocabulary, with ids where files give them."""
     path, others = folder / "tokenizer_config.json", folder / "added_tokens.json"
     # transformers 5 calls them extra_special_tokens.
@@ -300,9 +299,7 @@ def _added_tokens(folder: pathlib.Path, options: dict) -> dict[str, int | None]:
     return added | numbered
 
 
-def _check_added(
-    folder: pathlib.Path, added: dict[str, int | None], vocabulary: Vocabulary
-) -> None:
+def _check_added(folder: AnyPath, added: dict[str, int | None], vocabulary: Vocabulary) -> None:
     """Raises ValueError if the vocabulary gives an added token another id than the files do."""
     for token, i in added.items():
         if token in ("<pad>", "</s>", "<unk>"):

@@ -19,7 +19,7 @@ from specdec_jax.tokenizers.special_tokens import Frame, SpecialTokens
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2  # T5's ids
 _MOST_SENTINELS = 10_000
-TOKENIZER_BYTES = 24 << 20  # the most bytes of a vocabulary's file; mT5's tokenizer.json has 16 MB
+TOKENIZER_BYTES = 48 << 20  # the most bytes of a vocabulary's file; Gemma 3's has some 33 MB
 # The most characters of a text, some 300 pages: if it grows to thirty times as many, its ids take
 # half a gigabyte.
 LONGEST_TEXT = 1_000_000

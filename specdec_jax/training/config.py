@@ -1,9 +1,10 @@
 """Settings that training runs share, those of a model's training, and their checks."""
 
 import dataclasses
-import pathlib
 from typing import Any
 
+from specdec_jax.files import places
+from specdec_jax.files.places import AnyPath
 from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.speculative.policy import MAX_GAMMA
@@ -45,9 +46,9 @@ class RunConfig:
     evaluate_every: int = make_option(200, "steps between two validations")
     dtype: str | None = None
 
-    def paths(self, name: str) -> list[pathlib.Path]:
+    def paths(self, name: str) -> list[AnyPath]:
         """Returns the paths of the files in the field `name`, within `data_dir`."""
-        return [pathlib.Path(self.data_dir, file) for file in getattr(self, name)]
+        return [places.join(self.data_dir, file) for file in getattr(self, name)]
 
     def shared_settings(self) -> dict[str, Any]:
         """Returns the settings that a `TrainConfig` has too."""
@@ -84,7 +85,8 @@ class ExamplesConfig(RunConfig):
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         for name in ("train_files", "validation_files"):
             self.expect(name, len(getattr(self, name)) > 0, "at least one file")
-        self.expect("output_dir", bool(self.output_dir), "a folder for the run")
+        is_here = bool(self.output_dir) and not places.is_remote(self.output_dir)
+        self.expect("output_dir", is_here, "a folder on this machine for the run")
         for name in ("steps", "log_every", "save_every", "evaluate_every"):
             self.expect(name, getattr(self, name) >= 1, "at least 1")
         self._set_schedule("warmup_steps", 20, self.decay_steps)

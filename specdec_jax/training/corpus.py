@@ -5,18 +5,18 @@ A corpus makes batches (inputs, targets) of files; `losses.py` says what a netwo
 
 import abc
 import dataclasses
-import pathlib
 import re
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
 
+from specdec_jax.files.places import AnyPath
 from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary, Vocabulary
 from specdec_jax.training import text_files
 from specdec_jax.training.batches import BucketedBatches, Example
 
-Paths = Sequence[pathlib.Path]
+Paths = Sequence[AnyPath]
 
 # SentencePiece skips lines of more than 4,192 bytes: longer ones are cut, between words if
 # possible.

@@ -19,7 +19,8 @@ import jax
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
-from specdec_jax.files import reading
+from specdec_jax.files import places, reading
+from specdec_jax.files.places import AnyPath
 from specdec_jax.files.progress import Progress
 from specdec_jax.files.reading import mismatch_error
 from specdec_jax.files.writing import name_errors, write_file
@@ -168,7 +169,7 @@ def _describe_settings(config: RunConfig) -> dict:
 
 
 def record_contents(
-    output: pathlib.Path, step: int | None, vocabulary: str, files: Mapping[str, pathlib.Path]
+    output: pathlib.Path, step: int | None, vocabulary: str, files: Mapping[str, AnyPath]
 ) -> list[str]:
     """Writes `contents.json`, hashes of what a run reads.
 
@@ -180,7 +181,7 @@ def record_contents(
     """
     path, digests = output / "contents.json", {}
     for name, file in files.items():
-        with open(file, "rb") as opened:
+        with places.open_binary(file) as opened:
             digests[name] = hashlib.file_digest(opened, "sha256").hexdigest()
     before = reading.read_json(path) if step is not None and path.exists() else {}
     if before.get("vocabulary", vocabulary) != vocabulary:

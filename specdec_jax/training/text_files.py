@@ -1,12 +1,13 @@
 """Reads texts, pairs and documents from files, gzip or not."""
 
+import contextlib
 import gzip
 import io
-import pathlib
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from specdec_jax.files import places
 from specdec_jax.files.reading import PathLike, mismatch_error
 from specdec_jax.tokenizers.vocabularies import LONGEST_TEXT
 
@@ -16,7 +17,7 @@ _COUNTED = 1 << 25  # how many bytes of a longer line are read, for the message
 
 def check_is_file(name: str, path: PathLike, expected: str = "a UTF-8 text file") -> None:
     """Raises ValueError, with the option's name, if there is no file at `path`."""
-    if not pathlib.Path(path).is_file():
+    if not places.make_path(path).is_file():
         raise mismatch_error(name, f"{str(path)!r}, which is no file", expected)
 
 
@@ -27,8 +28,11 @@ def read_lines(path: PathLike) -> Iterator[str]:
       ValueError: the file is not UTF-8, has a line that is too long to be encoded, or is a damaged
         gzip file.
     """
-    path = pathlib.Path(path)
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+    path = places.make_path(path)
+    with contextlib.ExitStack() as stack:
+        file: Any = stack.enter_context(places.open_binary(path))
+        if path.suffix == ".gz":
+            file = stack.enter_context(gzip.open(file))
         yield from read_open_file(file, path)
 
 

@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import converter, loader, native_format
 from specdec_jax.files import reading
+from specdec_jax.files.places import AnyPath
 from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import lock_folder
@@ -455,7 +456,7 @@ def _choose_vocabulary(config: TrainConfig, teacher: LanguageModel | None) -> Ru
 
 
 def _make_batches(
-    config: TrainConfig, ids: RunVocabulary, paths: Sequence[pathlib.Path]
+    config: TrainConfig, ids: RunVocabulary, paths: Sequence[AnyPath]
 ) -> BucketedBatches:
     limits = config.model.vocab_size, config.batch_tokens, config.seed, ids.start_token
     return config.corpus.batches(ids.vocabulary, paths, *limits)

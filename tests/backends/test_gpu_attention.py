@@ -21,7 +21,7 @@ from specdec_jax.backends.cpu import native, packed_weights
 from specdec_jax.backends.gpu import attention as gpu_attention
 from specdec_jax.backends.kv_cache import KVCache
 from specdec_jax.backends.sharding import ShardingRules
-from specdec_jax.backends.xla import MASKED
+from specdec_jax.backends.xla import MASKED, AttentionShape
 
 pytestmark = pytest.mark.usefixtures("quick")
 V = 24
@@ -203,12 +203,15 @@ def test_tokens_are_those_of_xla(interpreted, family, options):
 
 
 def test_which_calls_are_kernels(monkeypatch):
-    def takes(queries, features=64, backend=GPUBackend()):
+    def takes(queries, features=64, backend=GPUBackend(), **shape):
         cache = KVCache.empty(1, 2, 16, features, jnp.bfloat16)
-        return backend._is_one_kernel(jnp.ones((1, queries, 1)), cache)
+        heads = AttentionShape(2, features, jnp.bfloat16, **shape)
+        return backend._is_one_kernel(jnp.ones((1, queries, 1)), cache, heads)
 
     assert takes(1) and takes(64) and takes(8, 128)
     assert not takes(65) and not takes(8, 24)  # too many queries; no power of two
+    assert takes(8, num_kv_heads=2) and not takes(8, num_kv_heads=1)
+    assert not takes(8, cap=50.0) and not takes(8, window=8)
     mesh = ShardingRules(sd.make_mesh(1, 1))
     assert not takes(8, backend=GPUBackend(rules=mesh))
     monkeypatch.setenv(native.SETTING, "off")

@@ -196,12 +196,13 @@ def test_cross_attention(K):
     assert np.isnan(run(query, keys, values, lengths + [1, 0, 0, 0])[0]).all()
 
 
-@pytest.mark.parametrize("K", [8, 20, 64])
-def test_encoder_attention(K):
-    B, H, L = 4, 2, 21
+@pytest.mark.parametrize("K, L", [(8, 21), (20, 21), (64, 21), (20, 450)])
+def test_encoder_attention(K, L):
+    """The longest takes more than one part of the queries and of the keys."""
+    B, H = 4, 2
     qkv, bias, lengths = (
         normal(B, L, 3, H, K, seed=10),
-        normal(L, H, L, seed=11),
+        normal(H, 2 * L - 1, seed=11),
         np.array([0, 1, 13, L], np.int32),
     )
     qkv[:, :, 0] /= np.float32(np.sqrt(K))
@@ -219,11 +220,13 @@ def test_encoder_attention(K):
     for b, t, h in np.ndindex(B, L, H):
         if t < (n := lengths[b]):
             expected[b, t, h] = attended(
-                qkv[b, t, 0, h], qkv[b, :n, 1, h], qkv[b, :n, 2, h], bias[t, h, :n]
+                *(qkv[b, t, 0, h], qkv[b, :n, 1, h], qkv[b, :n, 2, h]),
+                bias[h, L - 1 - t : L - 1 - t + n],
             )
     close(whole, expected.reshape(whole.shape))
     for b, n in enumerate(lengths):
-        alone = run(qkv[[b], : n + 1], bias[: n + 1, :, : n + 1], lengths[[b]])
+        size = min(n + 1, L)
+        alone = run(qkv[[b], :size], bias[:, L - size : L + size - 1], lengths[[b]])
         same(alone[0, :n], whole[b, :n])
         qkv[b, n:] = np.nan
     same(run(qkv, bias, lengths), whole)
@@ -237,7 +240,8 @@ def test_lengths_and_positions_out_of_range_are_cut():
         (np.array([-(2**31), 2**31 - 1]), np.array([0, 6])),
     ):
         far, most = jnp.asarray(far, jnp.int32), jnp.asarray(most, jnp.int32)
-        same(*(np.asarray(packed_weights.attend_to_inputs(qkv, bias, n)) for n in (far, most)))
+        near = bias.reshape(2, -1)[:, :11]
+        same(*(np.asarray(packed_weights.attend_to_inputs(qkv, near, n)) for n in (far, most)))
         same(
             *(
                 np.asarray(packed_weights.attend_to_encoded(query, keys, keys, n))
@@ -266,7 +270,7 @@ def test_no_rows():
         16,
     )
     assert packed_weights.attend_to_inputs(
-        jnp.zeros((0, 6, 48)), jnp.zeros((6, 2, 6)), none
+        jnp.zeros((0, 6, 48)), jnp.zeros((2, 11)), none
     ).shape == (0, 6, 16)
 
 

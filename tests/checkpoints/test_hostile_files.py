@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from hostile_table import CASES
+from hostile_table import CASES, SLOW_CASES
 
 SECONDS, MEGABYTES = 5, 200
 pytestmark = pytest.mark.skipif(
@@ -47,9 +47,10 @@ def run(names, folder) -> dict[str, dict]:
     return results
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    folder, result, left = tmp_path_factory.mktemp("hostile"), {}, list(CASES)
+def run_all(names, folder) -> dict[str, dict | None]:
+    """Returns each case's outcome by name, None for one that hangs or ends the process."""
+    result: dict[str, dict | None] = {}
+    left = list(names)
     while left:
         result |= run(left, folder)
         left = [name for name in left if name not in result]
@@ -58,12 +59,31 @@ def outcomes(tmp_path_factory):
     return result
 
 
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    return run_all(CASES, tmp_path_factory.mktemp("hostile"))
+
+
+@pytest.fixture(scope="module")
+def slow_outcomes(tmp_path_factory):
+    return run_all(SLOW_CASES, tmp_path_factory.mktemp("hostile"))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_one_line_that_names_the_file(name, outcomes):
-    result = outcomes[name]
+    check(CASES[name], outcomes[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_CASES)
+def test_one_line_in_the_slow_cases_too(name, slow_outcomes):
+    check(SLOW_CASES[name], slow_outcomes[name])
+
+
+def check(case, result):
     assert result is not None, "the process hung or died"
     assert result["error"] == "ValueError", result
-    assert CASES[name].names in result["text"], result["text"]
+    assert case.names in result["text"], result["text"]
     assert (
         len(result["text"].splitlines()) == 1
         and len(result["text"]) < 2500

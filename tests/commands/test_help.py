@@ -12,6 +12,7 @@ import pytest
 from devices import SPECDEC
 
 from specdec_jax.commands import help_page, main, sentences
+from specdec_jax.files import places
 
 ROOT = shared_pages.ROOT
 TEXTS = {
@@ -133,6 +134,7 @@ def check_files_read(argvs: list[list[str]], made: set[str]) -> None:
             known = (
                 name in (*loader.bundled(), sentences.BUILT_IN, *made, *OWN)
                 or (ROOT / name).is_file()
+                or places.is_remote(name)
             )
             drafts = needs_no_model(name) and not name.endswith(".npz")
             assert known or drafts or name.endswith("/") or "…" in name, (shlex.join(argv), name)

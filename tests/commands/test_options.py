@@ -129,13 +129,13 @@ def test_options_of_argmax(decode, library, name):
 @tiers.parametrize("name", sorted(DRAWN), first=1)
 def test_options_of_sampling(decode, library, name):
     flags, sampling, options = DRAWN[name]
-    options = {"key": 3} | options
+    options = {"key": 1} | options
     options["key"] = jax.random.key(options["key"])
     result = [
         (record["tokens"], record["text"])
-        for record in decode("--temperature=1", "--seed=3", *flags)
+        for record in decode("--temperature=1", "--seed=1", *flags)
     ]
-    drawn = library({"temperature": 1.0}, key=jax.random.key(3))
+    drawn = library({"temperature": 1.0}, key=jax.random.key(1))
     assert result == library({"temperature": 1.0} | sampling, **options) != drawn
 
 

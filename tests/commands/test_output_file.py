@@ -24,6 +24,7 @@ pair, cache, specdec = command_line.pair, command_line.cache, command_line.specd
 pytestmark = pytest.mark.usefixtures("quick")
 slow = pytest.mark.slow
 
+WARM = "--temperature=1", "--gamma=2", "--dtype=float32"
 TEXTS = [
     "We asked",
     "Tom",
@@ -352,6 +353,82 @@ def test_a_job_that_learns_resumes_with_what_it_has_learnt(
     assert path.read_bytes() == whole.read_bytes()
     names = sorted(file.name for file in tmp_path.iterdir())
     assert names == ["out", "out.gin", "whole", "whole.gin"]
+
+
+# Ends before the N-th text of a history is written, or after it.
+KEEPING = """
+import os, signal, sys
+from specdec_jax.commands import entry, generate
+from specdec_jax.drafters import suffix_history
+
+when, left = sys.argv.pop(1), [int(sys.argv.pop(1))]
+generate._SAVE_SECONDS, write = 0.0, suffix_history.write_text
+
+def writing(*arguments):
+    left[0] -= 1
+    if when == "after":
+        write(*arguments)
+    if left[0] < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(*arguments)
+
+suffix_history.write_text = writing
+sys.exit(entry.main())
+"""
+
+
+@slow
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_job_that_drafts_from_its_outputs_resumes_with_them(
+    specdec, pair, tmp_path, quick_environment, sampled
+):
+    texts, whole, path = TEXTS * 2, tmp_path / "whole", tmp_path / "out"
+    common = arguments(pair, *["--temperature=1", "--verifier=gumbel"] * sampled)
+    common = [one for one in common if not one.startswith("--drafter")]
+    assert specdec(*common, f"--output_file={whole}", "--gamma=0", *texts)[0] == 0
+    known = []
+    for when, count, code in (("after", 2, -9), ("before", 1, -9), ("after", 99, 0)):
+        done = subprocess.run(
+            [sys.executable, "-c", KEEPING, when, str(count), *common]
+            + ["--drafter=suffix", f"--output_file={path}", *texts],
+            capture_output=True,
+            text=True,
+            env=os.environ | quick_environment,
+        )
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+        if code:
+            kept = sd.SuffixDrafter.load(path.with_name("out.learned")).text.ids
+            known.append(np.count_nonzero(np.asarray(kept) == 0))
+    assert 1 <= known[0] < known[1], "sequences; the second job had those of the first"
+    assert "--drafter=suffix: " in done.stderr
+    assert path.read_bytes() == whole.read_bytes()
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names == ["out", "out.gin", "whole", "whole.gin"]
+
+
+def test_what_is_drawn_with_earlier_outputs_needs_gumbel(specdec, pair):
+    code, out, err = specdec("generate", "--target=TARGET", "--drafter=suffix", *WARM, "Tom")
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert "'block' with a drafter that learns from outputs, expected 'gumbel'" in err
+
+
+@slow
+def test_sorted_text_drafts(specdec, pair, tmp_path):
+    """Of lines with sources a known one is drafted as a whole."""
+    plain = [specdec("generate", "--target=TARGET", text)[1] for text in TEXTS[:2]]
+    lines, path = tmp_path / "lines", tmp_path / "texts.suffix"
+    lines.write_text("".join(f"{text}\t{out}" for text, out in zip(TEXTS, plain)))
+    count = ["count", "--suffix", "--target=TARGET", f"--input_file={lines}"]
+    code, _, err = specdec(*count, f"--output={path}")
+    assert code == 0 and err.startswith(f"{path}: ") and "texts of" in err
+    found = specdec("generate", "--target=TARGET", f"--drafter={path}", "--gamma=4", *TEXTS[:2])
+    assert found[0] == 0 and found[1] == "".join(plain)
+    code, _, err = specdec(*count, "--output=texts.npz")
+    assert code == 2 and "expected the name of a file that ends in .suffix" in err
+    code, _, err = specdec(
+        "generate", "--target=STRANGER", f"--drafter={path}", "--dtype=float32", "Tom"
+    )
+    assert code == 2 and "texts.suffix: got sorted text of" in err and err.count("\n") == 1
 
 
 NO_LEARNING = {

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 # Options that hold strings and are no paths.
 OTHERS = {
+    "shard",
     "dtype",
     "quantize",
     "mesh",

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 
 import pytest
 from journals import SETTINGS, journal, try_to_open
@@ -42,6 +43,16 @@ def test_a_result_is_on_its_way_to_the_disk_at_once(tmp_path):
     with journal(tmp_path) as opened:
         opened.add(1, ["b"])
         assert json.loads(opened.path.read_text().splitlines()[-1]) == [1, ["b"]]
+
+
+def test_a_result_outlives_the_machine(tmp_path, monkeypatch):
+    """The disk itself is told to keep it, but not for every line."""
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    with journal(tmp_path) as opened:
+        for number in range(3):
+            opened.add(number, ["a"])
+    assert 1 <= len(synced) < 3
 
 
 def test_cut_anywhere_it_has_whole_results_only(tmp_path):

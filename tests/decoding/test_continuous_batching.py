@@ -10,6 +10,7 @@ from toy_models import HashModel, Words, compilations
 
 import specdec_jax as sd
 from specdec_jax.decoding import continuous_batching, inputs
+from specdec_jax.decoding.continuous_batching import decode_all
 from specdec_jax.decoding.results import read_state
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -175,6 +176,18 @@ def test_no_row_waits_for_the_slowest(monkeypatch):
     order = np.argsort([len(ids) for ids in INPUTS], kind="stable")
     batches = sum(calls[order[i : i + 4]].max() for i in range(0, N, 4))
     assert calls.sum() / 4 <= iterations["refilled"] <= calls.sum() / 4 + 30 < batches
+
+
+def test_samples_do_not_depend_on_what_is_prefilled_together(monkeypatch):
+    """Every input draws from the key of its number, in whatever part of the job it comes."""
+
+    def decode():
+        job = dict(inputs=INPUTS[1:7], batch_size=1, seed=3, sampling=WARM, max_new_tokens=LIMIT)
+        return [output.tokens for output in decode_all(TARGET, eos_ids=(1, 8), **job)]
+
+    together = decode()
+    monkeypatch.setattr(continuous_batching, "_WINDOW", 2)
+    assert decode() == together
 
 
 def test_queues_hold_every_input_once():

@@ -77,6 +77,8 @@ def test_outputs_do_not_depend_on_settings(name):
 WITHOUT_JAX = {
     "PRESETS",
     "AssistedNGramDrafter",
+    "GatedDrafter",
+    "LookaheadDecoding",
     "Chains",
     "Confidence",
     "Drafter",
@@ -103,6 +105,7 @@ WITHOUT_JAX = {
     "SamplingConfig",
     "Stats",
     "T5Config",
+    "TokenRecycling",
     "Tree",
     "UnsupportedCombination",
     "Verifier",

@@ -65,6 +65,7 @@ def test_repr_of_a_drafter(model):
         sd.EarlyExitDrafter(model, 1),
         sd.RandomDrafter(300),
         sd.AssistedNGramDrafter(),
+        sd.GatedDrafter(table),
         sd.SelfDrafter(model),
         sd.HorizontalCascade(table, sd.ModelDrafter(model), 1),
     ]

@@ -241,8 +241,8 @@ SPREAD_TARGET = HashModel(V, 0, spread=3.0)
 
 @tiers.parametrize(
     "make, verifier",
-    [(vertical, "block"), (horizontal, "token")],
-    ids=["vertical", "horizontal"],
+    [(vertical, "token"), (vertical, "block"), (horizontal, "token")],
+    ids=["vertical", "vertical by blocks", "horizontal"],
     first=1,
 )
 def test_distribution_through_the_engine(make, verifier):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cascade_parts import EOS, INPUTS, KEY, LIMITS, PREFIXES, TARGET, V, table
+from suffix_texts import random_texts
 
 import specdec_jax as sd
 from specdec_jax.drafters.continuations import ContinuationDrafter, Found, find_best
@@ -39,6 +40,8 @@ DRAFTERS = {
     "nearest": lambda: sd.PromptLookupDrafter(2),
     "copy": lambda: sd.PromptLookupDrafter(min_match=0),
     "assisted": lambda: sd.AssistedNGramDrafter(3, memory=5),
+    "suffix": lambda: random_texts(V),
+    "suffix, own texts": sd.SuffixDrafter,
     "liar": Liar,
     "liar, one id at a time": lambda: Liar(passages=False),
 }
@@ -106,7 +109,7 @@ def test_a_continuation_that_matches_less_than_is_asked_for_is_not_drafted():
             ids = jnp.array([[[3, 7], [4, 7], [5, -1]]])[:, :count, :length]
             return Found(ids, jnp.array([[3, 1, 2]])[:, :count])
 
-    kept = Fixed()._find_matching((), None, 3, 2)
+    kept = Fixed()._find_matching((), None, 3, 2).ids
     np.testing.assert_array_equal(kept, [[[3, 7], [-1, -1], [5, -1]]])
 
 

@@ -116,6 +116,39 @@ def test_a_head_of_its_own():
     assert counted(same) == counted(run(early())) != counted(other)
 
 
+@functools.cache
+def without(layers: tuple[int, ...]):
+    """The target with only these decoder layers, as a model of its own."""
+    decoder = dict(target().params["decoder"])
+    kept = {f"layers_{place}": decoder[f"layers_{number}"] for place, number in enumerate(layers)}
+    others = {name: leaf for name, leaf in decoder.items() if not name.startswith("layers_")}
+    params = dict(target().params) | {"decoder": others | kept}
+    config = dataclasses.replace(target().config, num_decoder_layers=len(layers))
+    return sd.LanguageModel(config, params)
+
+
+@pytest.mark.parametrize("layers", [(0, 2), pytest.param((1, 2, 3), marks=pytest.mark.slow)])
+def test_layers_in_the_middle_are_left_out(layers):
+    """The first draft after the start token alone is the smaller model's, which has no cache yet.
+
+    Later ones read what all layers of the target wrote.
+    """
+    options = dict(drafter=sd.EarlyExitDrafter(target(), list(layers)), gamma=GAMMA, key=KEY)
+    state, request = prepare(target(), INPUTS, eos_ids=(), max_new_tokens=LIMIT, **options)
+    expected = sd.generate(without(layers), INPUTS, eos_ids=(), max_new_tokens=GAMMA)
+    draft = jax.jit(lambda drafter, state: drafter.draft((), state, state.gamma)[1])
+    drafted = draft(request.drafter, state)
+    np.testing.assert_array_equal(drafted.tokens, expected.tokens)
+    exit_ = options.pop("drafter")
+    for more in (RAGGED, dict(tree=sd.Tree.uniform((2, 1)), gamma="auto")):
+        more = dict(decoder_prefix=PREFIXES) | more
+        result, wanted = run(exit_, **more), run(decoder_prefix=PREFIXES)
+        np.testing.assert_array_equal(result.tokens, wanted.tokens)
+        assert 0 < result.stats.accepted < result.stats.drafted
+    names = ", ".join(map(str, layers))
+    assert exit_.name == f"the decoder layers {names} of {LAYERS}"
+
+
 # --- The shared cache ---
 
 
@@ -196,10 +229,11 @@ def test_no_copy_of_a_cache_in_the_loop(optimised):
 # --- Bad input, the command line, the benchmark ---
 
 
-@pytest.mark.parametrize("layers", [0, -1, LAYERS, LAYERS + 1, 1.5])
+@pytest.mark.parametrize("layers", [0, -1, LAYERS, LAYERS + 1, 1.5, (), (2, 1), range(LAYERS)])
 def test_a_number_of_layers_that_is_no_exit(layers):
     with pytest.raises(
-        ValueError, match=f"layers: got {layers}, expected an integer from 1 to {LAYERS - 1}"
+        ValueError,
+        match=re.escape(f"layers: got {layers}, expected an integer from 1 to {LAYERS - 1}"),
     ):
         sd.EarlyExitDrafter(target(), layers)
 

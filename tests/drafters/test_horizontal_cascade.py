@@ -161,6 +161,15 @@ def test_later_parts_draw_with_keys_of_their_own():
             )
 
 
+def test_a_later_part_is_not_what_an_iteration_that_begins_there_draws():
+    """Else two tokens that need not be equal would be, in the draft and in the next iteration."""
+    other, wanted = sd.ModelDrafter(TARGET), np.full(B, 2, np.int32)
+    draft = first_draft(sd.HorizontalCascade(model, other, 1), wanted)
+    prefixes = [[*ids, int(new)] for ids, new in zip(PREFIXES, draft.tokens[:, 0])]
+    later = first_draft(other, wanted, decoder_prefix=prefixes)
+    assert np.mean(draft.tokens[:, 1] == later.tokens[:, 0]) < 0.6
+
+
 # --- What both have in common ---
 
 

@@ -15,6 +15,7 @@ from cascade_parts import EOS, INPUTS, KEY, LIMIT, LIMITS, MODEL, OTHER, PREFIXE
 from distribution_samples import SPREAD, g_test, hash_pair, joint_distribution, sample, traced_anew
 from eagle_models import random_eagle
 from random_heads_of import random_heads
+from suffix_texts import random_texts
 from toy_models import HashModel, noisy_copy, tiny_t5
 
 import specdec_jax as sd
@@ -51,7 +52,9 @@ DRAFTERS = {
     "bigrams, drawn": (TARGET, lambda: table(True)),
     "lookup": (TARGET, lambda: sd.PromptLookupDrafter(1)),
     "copy": (TARGET, lambda: sd.PromptLookupDrafter(min_match=0)),
+    "suffix": (TARGET, lambda: random_texts(V)),
     "assisted": (TARGET, lambda: sd.AssistedNGramDrafter(3)),
+    "recycling": (TARGET, lambda: sd.TokenRecycling(V)),
     "two models": (
         TARGET,
         lambda: sd.MergedDrafter(sd.ModelDrafter(MODEL), sd.ModelDrafter(OTHER)),
@@ -91,7 +94,8 @@ def assert_same(found, expected, rows=slice(None)):
 
 @pytest.mark.slow
 def test_the_table_has_every_drafter_of_trees():
-    exported = {name for name in sd.__all__ if name.endswith(("Drafter", "Cascade"))}
+    ends = "Drafter", "Cascade", "Recycling"  # look-ahead decoding has a tree of its own
+    exported = {name for name in sd.__all__ if name.endswith(ends)}
     assert {type(make()).__name__ for _, make in DRAFTERS.values()} == {
         name for name in exported if issubclass(getattr(sd, name), TreeDrafter)
     }

@@ -39,6 +39,7 @@ from toy_models import HashModel, tiny_t5
 
 from specdec_jax.decoding.generate import advance, generate
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.models.gemma import GemmaConfig, T5GemmaConfig
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative import distributions, verifiers
@@ -110,6 +111,38 @@ def test_gpt_distribution():
     def spread(seed: int) -> LanguageModel:
         params = LanguageModel.random(config, seed).params
         params["decoder"]["decoder_norm"]["scale"] *= 20.0
+        return LanguageModel(config, params)
+
+    target, draft = spread(0), spread(1)
+    counts, (examined, accepted) = sample(target, ModelDrafter(draft), SPREAD, DRAWS)
+    assert g_test(counts, joint_distribution(target, SPREAD)) > FALSE_ALARM
+    assert 0.2 < accepted.sum() / examined.sum() < 0.9
+    assert g_test(counts, joint_distribution(draft, SPREAD)) < FALSE_ALARM
+
+
+GEMMA = dict(windows=(2, 0), attention_cap=2.0, logits_cap=4.0, query_scalar=4)
+ENCODER = dict(num_encoder_layers=1, encoder_emb_dim=12, encoder_mlp_dim=8)
+ENCODER |= dict(encoder_num_heads=1, encoder_num_kv_heads=1, encoder_windows=(2,))
+
+MERGED = dict(encoder_emb_dim=8, merged_attention=True, apart_id=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemmaConfig(V, 8, 2, 1, 4, 2, 16, **GEMMA),
+        T5GemmaConfig(V, 8, 2, 1, 4, 2, 16, **GEMMA, **ENCODER),
+        T5GemmaConfig(V, 8, 2, 1, 4, 2, 16, qk_norm=True, **GEMMA, **ENCODER | MERGED),
+    ],
+    ids=["gemma", "t5gemma", "t5gemma2"],
+)
+def test_gemma_distribution(config):
+    """With caps, windows that are shorter than the text, and shared keys."""
+
+    def spread(seed: int) -> LanguageModel:
+        params = LanguageModel.random(config, seed).params
+        params["decoder"]["decoder_norm"]["scale"] += 25.0
         return LanguageModel(config, params)
 
     target, draft = spread(0), spread(1)

@@ -13,6 +13,7 @@ import own_parts
 import pytest
 from eagle_models import random_eagle
 from random_heads_of import random_heads
+from suffix_texts import random_texts
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
@@ -57,6 +58,9 @@ DRAFTERS = {
     "latest": lambda: sd.PromptLookupDrafter(1, prefer="latest"),
     "copy": lambda: sd.PromptLookupDrafter(min_match=0),
     "assisted": lambda: sd.AssistedNGramDrafter(),
+    "recycling": lambda: sd.TokenRecycling(V),
+    "gated": lambda: sd.GatedDrafter(sd.PromptLookupDrafter(min_match=0)),
+    "suffix": lambda: random_texts(V),
     "random": lambda: sd.RandomDrafter(V),
     "from outside": own_parts.RepeatDrafter,
     "vertical cascade": lambda: sd.VerticalCascade(sd.ModelDrafter(similar()), table(2, False), 2),
@@ -68,8 +72,8 @@ DRAFTERS = {
 
 # Whose own files test their exactness in the first tier.
 COVERED = (
-    *("latest", "shortlist", "parallel", "eagle", "8 bits", "trigrams"),
-    *("vertical cascade", "horizontal cascade", "better of two"),
+    *("latest", "shortlist", "parallel", "eagle", "8 bits", "trigrams", "recycling", "gated"),
+    *("vertical cascade", "horizontal cascade", "better of two", "suffix"),
 )
 
 
@@ -117,7 +121,7 @@ def test_every_drafter_under_every_verifier(name, verifier):
 
 def test_the_table_has_every_drafter():
     """Of those that draft chains; for trees there is `test_tree_drafters.py`."""
-    ends = "Drafter", "Cascade", "BestOf"
+    ends = "Drafter", "Cascade", "BestOf", "Recycling"
     exported = {name for name in sd.__all__ if name.endswith(ends)} - {"Drafter"}
     exported = {name for name in exported if getattr(sd, name).draft is not sd.Drafter.draft}
     assert exported == {

@@ -1,5 +1,7 @@
 """G-tests of what decoding with trees really draws, as in `test_distribution_statistics.py`."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +12,14 @@ from distribution_samples import (
     FALSE_ALARM,
     ROWS,
     SPREAD,
+    V,
     g_test,
     hash_pair,
     joint_distribution,
     sample,
     traced_anew,
 )
+from toy_models import HashModel, HashNetwork
 
 import specdec_jax as sd
 from specdec_jax.drafters import tree_levels
@@ -52,6 +56,37 @@ def sampled(tree, draws, **options):
 )
 def test_distribution_of_every_verifier(name, draws):
     assert sampled(TREES[name], draws) > FALSE_ALARM
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """Gives the same logits after every text, in the place of a `Hash`."""
+
+    probs: tuple[float, ...]
+    vocab_size = V
+
+    def logits(self, inputs, previous, current):
+        return jnp.broadcast_to(jnp.log(jnp.array(self.probs)), (*inputs.shape, V))
+
+
+def fixed_model(*probs: float) -> HashModel:
+    model = HashModel(V)
+    model.dist = Fixed(probs)
+    model.network = HashNetwork(model.dist)
+    return model
+
+
+def test_siblings_are_verified_independently():
+    """The first is accepted with probability 1/2; then the second with 1/2, or surely.
+
+    With one uniform for both a second of the first kind would never be accepted.
+    """
+    target = fixed_model(0.4, *[0.8 / 30] * 7, *[1.6 / 30] * 7, 0.04)
+    drafter = ModelDrafter(fixed_model(0.8, *[0.2 / 15] * 15))
+    how = dict(verifier="block", gamma="auto", tree=Tree((0, 0), "drawn", "recursive"))
+    counts, _ = sample(target, drafter, SPREAD, ROWS, **how)
+    first = [x.reshape(V, -1).sum(axis=1) for x in (counts, joint_distribution(target, SPREAD))]
+    assert g_test(*first) > FALSE_ALARM
 
 
 # --- Mistakes of the engine, which enumerations of pure functions cannot see ---

@@ -20,6 +20,7 @@ from specdec_jax.models.bart import BartConfig
 from specdec_jax.models.blocks import Attention, BlockOptions
 from specdec_jax.models.config_validation import check_fields
 from specdec_jax.models.family import FamilyModule, ModelConfig
+from specdec_jax.models.gemma import GemmaConfig, T5GemmaConfig
 from specdec_jax.models.layers import Dense
 from specdec_jax.models.network import initial_params
 from specdec_jax.models.t5 import T5Config, check_t5
@@ -291,6 +292,15 @@ def test_every_row_answers(name, registered):
         "t5": T5Config(24, 16, 2, 8, 1, 1, 24),
         "gpt": sd.GPTConfig(24, 16, 2, 1, 24),
         "bart": BartConfig(24, 16, 2, 1, 1, 24),
+        "gemma": GemmaConfig(24, 16, 2, 1, 8, 1, 24),
+        "t5gemma": T5GemmaConfig(
+            *(24, 16, 2, 1, 8, 1, 24),
+            num_encoder_layers=1,
+            encoder_emb_dim=12,
+            encoder_mlp_dim=8,
+            encoder_num_heads=1,
+            encoder_num_kv_heads=1,
+        ),
         "bag": TINY,
     }[name]
     made = jax.eval_shape(lambda key: initial_params(tiny.module(), key), jax.random.key(0))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiers
 import tokenizers
-from toy_models import tiny_t5
+from toy_models import HashModel, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.analysis.variants import SentenceBatch, Workload
@@ -18,6 +18,7 @@ from specdec_jax.checkpoints import native_format
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import generate, main, suite
 from specdec_jax.commands import resumable_output as resumable_output_command
+from specdec_jax.decoding.checks import check_pair
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.parameters import flatten, unflatten
 from specdec_jax.tokenizers.vocabularies import (
@@ -116,6 +117,7 @@ def test_heads_of_a_target_with_another_encoder_are_rejected():
 def drafters() -> list:
     model, other = tiny_t5(1), changed(tiny_t5(1), "encoder/layers_0/mlp/wi_0/kernel")
     small, heads = sd.ModelDrafter(tiny_t5(3)), sd.HeadsConfig(1, 16, 24)
+    deeper = tiny_t5(1, decoder_layers=3)
 
     def table(last, **options):
         return sd.NGramDrafter.count([[3, 4, last]], 24, 2, **options)
@@ -147,6 +149,14 @@ def drafters() -> list:
         ),
         *(
             sd.AssistedNGramDrafter(memory=8),
+            sd.TokenRecycling(24),
+            sd.TokenRecycling(24, shared=True),
+            sd.LookaheadDecoding(),
+            sd.LookaheadDecoding(pool=32),
+            sd.GatedDrafter(sd.PromptLookupDrafter(2)),
+            sd.GatedDrafter(sd.PromptLookupDrafter(2), 0.5),
+            sd.EarlyExitDrafter(deeper, (0, 2)),
+            sd.EarlyExitDrafter(deeper, (1, 2)),
             sd.HorizontalCascade(sd.PromptLookupDrafter(), small, 1),
         ),
         *(
@@ -197,6 +207,23 @@ def test_fingerprints_differ_where_the_same_tokens_get_other_ids():
     assert native_format.vocabulary_contents(
         ByteVocabulary(0)
     ) != native_format.vocabulary_contents(ByteVocabulary(1))
+
+
+def test_a_drafter_of_other_pieces_is_rejected():
+    """Also if it has as many of them."""
+
+    def vocabulary(*names):
+        model = tokenizers.models.BPE({name: place for place, name in enumerate(names)}, [])
+        return TokenizerJsonVocabulary(tokenizers.Tokenizer(model).to_str())
+
+    target, same, other = (
+        HashModel(3, vocabulary=vocabulary(*names))
+        for names in (("</s>", "a", "b"), ("</s>", "a", "b"), ("</s>", "b", "a"))
+    )
+    assert target.vocabulary.fingerprint() == same.vocabulary.fingerprint()
+    check_pair(target, sd.ModelDrafter(same))
+    with pytest.raises(ValueError, match="drafter: got a vocabulary of 3 pieces that differs"):
+        check_pair(target, sd.ModelDrafter(other))
 
 
 # Jobs that resume.

@@ -163,10 +163,9 @@ def test_what_lies_past_a_prompt_does_not_matter():
         np.testing.assert_array_equal(alone.tokens[0], clean.tokens[row])
 
 
-@pytest.mark.slow
 def test_samples_share_their_prompt():
     """Four rows each time: of four prompts, and of two, whose cache is repeated."""
-    prompts, key = [[3, 4, 5], [7], [0, 0], [9, 3]], jax.random.key(3)
+    prompts, key = [[3, 4, 5], [9, 3], [0, 0], [7]], jax.random.key(3)
     spread, narrow = SamplingConfig(temperature=1.0), SamplingConfig(temperature=1e-4)
 
     def run(number, config):

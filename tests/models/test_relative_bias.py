@@ -17,7 +17,11 @@ from specdec_jax.checkpoints import t5x
 from specdec_jax.models import parameters
 from specdec_jax.models.families import build_config, describe
 from specdec_jax.models.network import initial_params
-from specdec_jax.models.relative_bias import RelativePositionBias, slice_biases
+from specdec_jax.models.relative_bias import (
+    RelativePositionBias,
+    relative_position_bucket,
+    slice_biases,
+)
 from specdec_jax.training.depth_expansion import deepen
 from specdec_jax.training.losses import Objective, loss_fn
 
@@ -150,6 +154,13 @@ def test_t5x_itself_computes_the_same(scanned, tmp_path):
 
 
 # A bias depends on distance only.
+
+
+def test_distances_at_an_edge_have_the_buckets_of_t5x():
+    """They are computed in float32: in float64 each would be one bucket lower."""
+    distances = -np.array([10, 20, 80])
+    assert relative_position_bucket(distances, False, 10, 160).tolist() == [6, 7, 9]
+    assert relative_position_bucket(distances, True, 20, 160).tolist() == [6, 7, 9]
 
 
 @pytest.mark.parametrize("slots", [9, 100])

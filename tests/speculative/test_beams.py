@@ -176,6 +176,17 @@ def broken(monkeypatch):
     jax.clear_caches()
 
 
+def test_a_drafter_that_is_the_target_is_never_wrong():
+    """K nodes a level are the K beams that go on, and no token that ends a sequence is one."""
+    target = HashModel(9, 0, eos_ids=(4,))
+    inputs = np.random.default_rng(3).integers(1, 9, (20, 3))
+    options = dict(num_beams=3, max_new_tokens=LIMIT, gamma=2, beam_width=3)
+    found = sd.generate(target, inputs, drafter=sd.ModelDrafter(target), **options)
+    for row in found.stats.per_row:
+        steps = round(row.tokens_per_target_call * row.target_calls)
+        assert row.target_calls == -(-steps // 3)
+
+
 @tiers.parametrize(
     "mistake", ["unscored beam", "siblings seen", "nothing moved", "moved off by one"], first=1
 )

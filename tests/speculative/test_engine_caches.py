@@ -9,7 +9,9 @@ import pytest
 import tiers
 from engine_inputs import GAMMA, INPUTS, LIMIT, V
 from engine_models import KEY, SAMPLED, drafter, plain, run, target
+from toy_models import noisy_copy, tiny_t5
 
+from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.decoding.generate import advance, prepare
 from specdec_jax.decoding.results import finish
 from specdec_jax.drafters.model import ModelDrafter
@@ -68,6 +70,24 @@ def test_poisoned_caches_and_streaming(name, config):
         np.testing.assert_array_equal(result.log_probs, expected.log_probs)
         assert jax.tree.all(jax.tree.map(np.array_equal, result.stats, expected.stats))
         assert calls == max(row.target_calls for row in expected.stats.per_row)
+
+
+def test_stale_slots_by_xla_alone(monkeypatch):
+    """Rows of different lengths, whose caches XLA writes and masks, beside the CPU's kernels."""
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_weights, "can_pack", lambda dtype: False)
+        model = tiny_t5(0, V)
+        draft = ModelDrafter(noisy_copy(model, 0.2))
+    assert not model.network.backend.packs_weights
+    state, request = prepare(
+        model, INPUTS, drafter=draft, gamma=GAMMA, max_new_tokens=LIMIT, eos_ids=()
+    )
+    spread = 0
+    while not np.all(state.done):
+        state = advance(model.network, request.drafter, poisoned(state), np.int32(1))
+        spread = max(spread, int(np.ptp(state.lengths)))
+    assert spread > 0
+    np.testing.assert_array_equal(finish(model, state, request).tokens, plain()[0])
 
 
 @jax.jit

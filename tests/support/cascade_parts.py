@@ -72,9 +72,8 @@ def first_draft(
         gamma=5,
         sampling=config,
         max_new_tokens=LIMIT,
-        decoder_prefix=PREFIXES,
         key=KEY,
-        **{"eos_ids": ()} | options,
+        **{"eos_ids": (), "decoder_prefix": PREFIXES} | options,
     )
     return jax.device_get(drafted(request.drafter, state, wanted))
 

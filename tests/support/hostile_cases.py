@@ -244,6 +244,32 @@ for name in (
     for value in (*NUMBERS[:4], [], {}):
         changes = {"model_type": "marian", "architectures": [], name: value}
         case(f"marian: {name} = {value}", "safetensors", "config.json", edited(**changes))
+for name in (
+    "hidden_size",
+    "num_key_value_heads",
+    "head_dim",
+    "num_hidden_layers",
+    "query_pre_attn_scalar",
+    "sliding_window",
+    "layer_types",
+    "attn_logit_softcapping",
+    "hidden_activation",
+    "rope_parameters",
+    "rope_theta",
+):
+    for value in (*NUMBERS[:4], [], {}, [[]], {"rope_type": []}):
+        numbers = "query_pre_attn_scalar", "rope_theta", "attn_logit_softcapping"
+        is_empty = name == "rope_parameters" and value in ({}, [])
+        if not is_empty and (name not in numbers or value != 1.5):  # which are sound
+            changes = {"model_type": "gemma2", "architectures": [], name: value}
+            case(f"gemma2: {name} = {value}", "safetensors", "config.json", edited(**changes))
+for kind, values in {
+    "t5gemma": (5, [], {"head_dim": []}, {"hidden_size": -1}, {"layer_types": [[]]}),
+    "t5gemma2": (5, [], {"text_config": 5}, {"text_config": {"hidden_size": -1}}),
+}.items():
+    for value in values:
+        changes = {"model_type": kind, "architectures": [], "encoder": value}
+        case(f"{kind}: encoder = {value}", "safetensors", "config.json", edited(**changes))
 settings(
     "text",
     "generation_config.json",

@@ -15,11 +15,15 @@ import shutil
 import sys
 import time
 
+import fsspec
 import make_checkpoints as make
 import numpy as np
+import stores
 from golden_models import GOLDEN
 from hostile_cases import ARRAY
-from hostile_table import CASES
+from hostile_table import CASES, SLOW_CASES
+
+from specdec_jax.files.places import make_path
 
 TOKENIZER = GOLDEN / "hf_tokenizer"
 
@@ -28,6 +32,7 @@ def write_bases(folder: pathlib.Path) -> None:
     """Writes one small sound folder of each kind."""
     from specdec_jax.checkpoints import native_format
     from specdec_jax.drafters.ngram import NGramDrafter
+    from specdec_jax.drafters.suffix import SuffixDrafter
     from specdec_jax.models.heads import HeadsConfig
 
     for name in ("safetensors", "shards", "flax", "pytorch", "orbax", "own"):
@@ -50,6 +55,7 @@ def write_bases(folder: pathlib.Path) -> None:
         pass
     (folder / "table").mkdir()
     NGramDrafter.count([[3, 4, 5], [3, 4]], 8, 2).save(folder / "table" / "table.npz")
+    SuffixDrafter.save_texts(folder / "table" / "texts.suffix", [[3, 4, 5], [3, 4]], 8)
 
 
 @functools.cache
@@ -58,16 +64,25 @@ def target():
 
 
 def read(how: str, folder: pathlib.Path) -> None:
-    """Reads the folder; a command's exit code 2 becomes a ValueError with its line."""
+    """Reads the folder; a command's exit code 2 becomes a ValueError with its line.
+
+    With "remote" before, what is read is a copy of the folder in a store.
+    """
     import specdec_jax as sd
     from specdec_jax.commands import main as main_command
 
+    if how.startswith("remote "):
+        fsspec.filesystem("memory").store.clear()
+        stores.upload(folder, "memory://hostile/model")
+        return read(how.removeprefix("remote "), make_path("memory://hostile/model"))
     if how == "load":
         sd.load(folder, "float32")
     elif how == "heads":
         sd.HeadsDrafter.load(folder, target())
     elif how == "table":
         sd.NGramDrafter.load(folder / "table.npz")
+    elif how == "sorted text":
+        sd.SuffixDrafter.load(folder / "texts.suffix")
     else:
         argv = {
             "figures": ["--records=record.json", "--output=out.html"],
@@ -104,7 +119,7 @@ def high_water() -> int:
 
 def attempt(name: str, folder: pathlib.Path) -> dict:
     """Tries one case; returns the error's type and text, seconds, bytes, and standard error."""
-    of, path = CASES[name], folder / "model"
+    of, path = (CASES | SLOW_CASES)[name], folder / "model"
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(folder / "bases" / of.base, path)
     of.damage(path)

@@ -3,7 +3,9 @@
 import base64
 import gzip
 import json
+import os
 import pathlib
+import shutil
 import struct
 import zipfile
 import zlib
@@ -475,6 +477,54 @@ for name, damage in {
     },
 }.items():
     case(f"table: {name}", "table", "table.npz", damage, read="table")
+
+# Sorted text: a page with the header, then numbers, which are mapped into memory.
+
+
+def sorted_text(sound: bool = True, at: int = 0, put: bytes = b"", **changes):
+    """Returns damage that changes the header, and bytes that follow it.
+
+    The checksum is then right if `sound`, so that something else must find the damage.
+    """
+
+    def damage(path):
+        content = bytearray(path.read_bytes())
+        header, body = json.loads(content[:4096]) | changes, content[4096:]
+        body[at : at + len(put)] = put
+        if sound:
+            rest = {name: value for name, value in header.items() if name != "checksum"}
+            first = zlib.crc32(json.dumps(rest).encode())
+            header["checksum"] = f"{zlib.crc32(body, first):08x}"
+        path.write_bytes(json.dumps(header).encode().ljust(4096) + body)
+
+    return damage
+
+
+for name, damage in {
+    "a bit": sorted_text(sound=False, put=b"\5"),
+    "a bit of what fills a page": sorted_text(sound=False, at=4000, put=b"\1"),
+    "a bit of the order": sorted_text(sound=False, at=4096, put=b"\2"),
+    "an id outside": sorted_text(put=b"\xff\xff"),
+    "a place outside": sorted_text(at=4096, put=b"\xff\xff\xff\x7f"),
+    "a place before": sorted_text(at=4096, put=b"\xff\xff\xff\xff"),
+    "format": sorted_text(format="specdec_jax sorted text, version 2"),
+    "a smaller vocabulary": sorted_text(vocab_size=2),
+    "a vocabulary of text": sorted_text(vocab_size="8"),
+    "more ids": sorted_text(ids=10**9),
+    "more places": sorted_text(places=10**9),
+    "negative": sorted_text(places=-1),
+    "true": sorted_text(ids=True),
+    "1.5 ids": sorted_text(ids=1.5),
+    "no number": sorted_text(ids=float("nan")),
+    "a key more": sorted_text(other=1),
+    "a fingerprint of lines": sorted_text(fingerprint="a\nb"),
+    "a checksum of text": sorted_text(sound=False, checksum="x" * 500),
+    "cut by a byte": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "a byte more": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "a table": lambda path: shutil.copy(path.with_name("table.npz"), path),
+    **{kind: damage for kind, damage in OTHERS.items()},
+}.items():
+    case(f"sorted text: {name}", "table", "texts.suffix", damage, read="sorted text")
 
 # Records, settings in gin, and lines of text, as the command line reads them.
 for name, damage in {

@@ -1,6 +1,7 @@
 """Stages that decode with the bundled pair, one sentence at a time."""
 
 import functools
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,11 +10,15 @@ from specdec_jax.drafters.assisted import AssistedNGramDrafter
 from specdec_jax.drafters.best_of import BestOf
 from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
 from specdec_jax.drafters.early_exit import EarlyExitDrafter
+from specdec_jax.drafters.gated import GatedDrafter
+from specdec_jax.drafters.lookahead import LookaheadDecoding
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.named import WITHOUT_FILES
 from specdec_jax.drafters.ngram import NGramDrafter
 from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_jax.drafters.recycling import TokenRecycling
 from specdec_jax.drafters.self_drafting import SelfDrafter
+from specdec_jax.drafters.suffix import SuffixDrafter
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.policies import (
     Calibrated,
@@ -80,6 +85,32 @@ def count_table(outputs: Sequence[list[int]], order: int) -> NGramDrafter:
     return NGramDrafter.count(list(outputs), size, order, vocabulary=target.vocabulary)
 
 
+def sort_texts(outputs: Sequence[list[int]]) -> SuffixDrafter:
+    """Returns the drafter of a file of sorted text, which is mapped and has no name any more."""
+    target = load_target("none")
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/texts.suffix"
+        SuffixDrafter.save_texts(path, outputs, target.config.vocab_size, target.vocabulary)
+        return SuffixDrafter.load(path, target.vocabulary)
+
+
+def list_trees(target: LanguageModel) -> dict[str, Case]:
+    """Returns the drafters without a model that draft trees, at temperature 0."""
+
+    def recycle() -> TokenRecycling:
+        return TokenRecycling(target.config.vocab_size)
+
+    lookahead = LookaheadDecoding(window=3, ngram=3, guesses=3)
+    small, own = f"{lookahead.tree.size} tokens", f"{LookaheadDecoding().tree.size} tokens"
+    return {
+        "`recycling`, tree of widths 4, 2, 1": Case(
+            "none", recycle, {"tree": Tree.uniform((4, 2, 1))}
+        ),
+        f"`lookahead`, {small}": Case("none", lambda: lookahead, {"tree": lookahead.tree}),
+        f"`lookahead`, {own}": Case("none", LookaheadDecoding, {"tree": LookaheadDecoding().tree}),
+    }
+
+
 def read_references(settings: Settings, count: int) -> list[list[int]]:
     """Returns the references of `ende/train` as ids; raises Skipped without them."""
     vocabulary = load_target("none").vocabulary
@@ -119,6 +150,11 @@ COPYING: dict[str, tuple[Callable[[], Any], int]] = {
     "`lookup`, γ = 2": (PromptLookupDrafter, 2),
     "`lookup`, γ = 8": (PromptLookupDrafter, 8),
     "`copy`, γ = 8": (functools.partial(PromptLookupDrafter, min_match=0), 8),
+    "`copy` behind a gate, γ = 8": (
+        lambda: GatedDrafter(PromptLookupDrafter(min_match=0)),
+        8,
+    ),
+    "`suffix` without earlier outputs, γ = 8": (SuffixDrafter, 8),
     "`assisted`, γ = 4": (AssistedNGramDrafter, 4),
 }
 
@@ -140,6 +176,7 @@ def list_drafters(settings: Settings, target: LanguageModel) -> dict[str, tuple[
         "`BestOf` the bundled drafter and `lookup`, γ = 4": (better, 4),
         "`lookup` after two equal tokens, else the bundled drafter, γ = 8": (follow, 8),
         **COPYING,
+        "`recycling`, γ = 4": (lambda: TokenRecycling(target.config.vocab_size), 4),
         "`random`, γ = 1": (lambda: WITHOUT_FILES["random"].make(target), 1),
     }
     try:
@@ -147,7 +184,9 @@ def list_drafters(settings: Settings, target: LanguageModel) -> dict[str, tuple[
     except Skipped:
         return found
     bigrams, unigrams = count_table(references, 2), count_table(references, 1)
+    sorted_texts = sort_texts(references)
     return found | {
+        f"sorted text of {len(references):,} references, γ = 4": (lambda: sorted_texts, 4),
         "bigrams, γ = 1": (lambda: bigrams, 1),
         "unigrams, γ = 1": (lambda: unigrams, 1),
     }
@@ -168,6 +207,7 @@ def measure_drafters(settings: Settings) -> Rows:
             name: Case("none", make, {"gamma": gamma, **more})
             for name, (make, gamma) in drafters.items()
         }
+        cases |= {} if temperature else list_trees(load_target("none"))
         rows |= time_at(cases, settings, temperature, TEXTS, settings.choose(40, 5))
     if find_text(settings, "wikitext2"):
         rows["edits T=0"] = time_edits(settings, settings.choose(40, 5), 8, COPYING)

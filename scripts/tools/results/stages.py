@@ -1,6 +1,15 @@
 """The table of stages of `results.py`."""
 
-from tools.results import copying, elsewhere, only, pair, rounding_stages, shapes, whole_files
+from tools.results import (
+    copying,
+    elsewhere,
+    only,
+    pair,
+    rounding_stages,
+    shapes,
+    templates,
+    whole_files,
+)
 from tools.results.cases import format_brief, format_ratio, format_speed, format_step
 from tools.results.stage import Stage
 
@@ -21,6 +30,12 @@ STAGES: dict[str, Stage] = {
     ),
     "edits": Stage(
         "corrected sentences, over plain", (3, 0.5), copying.measure_edits, format_speed
+    ),
+    "templates": Stage(
+        "the same sentences with other names, over plain",
+        (4, 0.8),
+        templates.measure_templates,
+        format_speed,
     ),
     "trees": Stage(_OVER_PLAIN, (8, 1.4), pair.measure_trees, format_speed),
     "beams": Stage(

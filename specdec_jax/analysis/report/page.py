@@ -25,6 +25,7 @@ from specdec_jax.analysis.report.records import (
 )
 from specdec_jax.analysis.report.rows import Row, list_rows
 from specdec_jax.analysis.timing import Spread
+from specdec_jax.files.reading import PathLike
 from specdec_jax.speculative.verifiers import LOSSY, SYNTHETIC
 
 _FOLDER = pathlib.Path(__file__).parent
@@ -100,7 +101,7 @@ class Run(NamedTuple):
         return max(timed, key=lambda row: row.improvement or (0.0,), default=None)
 
 
-def report(read: Sequence[tuple[pathlib.Path, Record]]) -> str:
+def report(read: Sequence[tuple[PathLike, Record]]) -> str:
     """Returns the page as text.
 
     Args:
@@ -119,7 +120,7 @@ def report(read: Sequence[tuple[pathlib.Path, Record]]) -> str:
     records = [record for _, record in read]
     estimates = [record for record in records if isinstance(record, EstimateRecord)]
     measured = [pair for pair in read if not isinstance(pair[1], EstimateRecord)]
-    runs = [Run(path.name, record, list_rows(record)) for path, record in measured]
+    runs = [_make_run(path, record) for path, record in measured]
     rows = [row for run in runs for row in run.rows]
     return environment.get_template("page.html").render(
         given=given,
@@ -139,12 +140,16 @@ def report(read: Sequence[tuple[pathlib.Path, Record]]) -> str:
     )
 
 
+def _make_run(path: PathLike, record: Record) -> Run:
+    return Run(pathlib.PurePath(path).name, record, list_rows(record))
+
+
 def _finalize(value: object) -> object:
     """Returns a value as text that a page can hold; Jinja escapes what is not `Markup`."""
     return value if isinstance(value, Markup) else plots.replace_unprintable(str(value))
 
 
-def _read_bundled() -> list[tuple[pathlib.Path, Record]]:
+def _read_bundled() -> list[tuple[PathLike, Record]]:
     return [(_BUNDLED, record) for record in read_records(str(_BUNDLED))]
 
 
@@ -219,7 +224,7 @@ def _list_examples(runs: Sequence[Run]) -> Parts:
     """Returns figures 1 and 5 of every record that has them, or of the bundled one."""
     found = [
         (run.title, run.record.machine, run.record.example)
-        for run in [*runs, *(Run(path.name, one, list_rows(one)) for path, one in _read_bundled())]
+        for run in [*runs, *(_make_run(path, record) for path, record in _read_bundled())]
         if isinstance(run.record, BenchmarkRecord) and run.record.example
     ]
     parts: Parts = []

@@ -1076,28 +1076,121 @@ static ffi::Error Move(Floats keys, Floats values, Integers sources, Integers st
   return ffi::Error::Success();
 }
 
-// The first lengths[b] positions of qkv [B, L, 3·H·K] over each other, 0 for the others; bias [L, H, L] by query position, or
-// [0, H, 0].
+// The panels of a matrix [lines, columns], whose elements lie so far apart; columns past the last are 0.
+static void pack(const float* from, int64_t line, int64_t column, int64_t lines, int64_t columns, float* to) {
+  for (int64_t begin = 0; begin < columns; begin += kPanel)
+    for (int64_t l = 0; l < lines; l++, to += kPanel)
+      for (int64_t j = 0; j < kPanel; j++) to[j] = begin + j < columns ? from[l * line + (begin + j) * column] : 0.0f;
+}
+
+// sums [m, P panels] += x · w for lines begin .. end - 1 of P panels, m up to `rows_for(kWide)`, rows of x `apart` values apart.
+template <int P>
+static void add_lines(const float* x, int64_t apart, int m, const float* w, int64_t lines, int64_t begin, int64_t end, float* sums) {
+  const Panels<float> panels{w, lines * kPanel, (int)lines, (int)begin, (int)end, 0, INT32_MAX, 0};  // all of them are cached
+  block_of<P, 1, float>(m, {x, nullptr, apart, 0}, panels, sums, std::make_integer_sequence<int, rows_for(kWide)>());
+}
+
+// f(panel, P) for as many panels at a time as blocks of many rows have.
+template <typename Do>
+static void for_panels(int64_t panels, const Do& f) {
+  int64_t p = 0;
+  for (; p + kWide <= panels; p += kWide) f(p, std::integral_constant<int, kWide>());
+  for (; p < panels; p++) f(p, std::integral_constant<int, 1>());
+}
+
+// One head of an encoder's row: keys and values of its `live` positions, in panels, and the bias of distance s − t at bias[s − t].
+struct EncoderHead {
+  const float *keys, *values, *bias;
+  int64_t live, K;
+  float divisor;
+
+  static constexpr int kRows = rows_for(kWide), kQueries = 4 * kRows, kLines = 256;
+  int64_t width() const { return (live + kPanel - 1) / kPanel * kPanel; }
+
+  // n queries from the t-th on, rows of `q` and `out` so many values apart; `scores`: room for kQueries rows of width().
+  void attend(int64_t t, int n, const float* q, int64_t q_apart, float* scores, float* out, int64_t apart) const {
+    Vec greatest[kQueries];
+    for (int i = 0; i < n; i++) greatest[i] = all(-INFINITY);
+    for_panels(width() / kPanel, [&](int64_t p, auto side) {
+      constexpr int kWidth = decltype(side)::value * kPanel;
+      for (int i = 0; i < n; i += kRows) {
+        const int m = n - i < kRows ? n - i : kRows;
+        float sums[kRows * kWidth] = {};
+        add_lines<decltype(side)::value>(q + i * q_apart, q_apart, m, keys + p * kPanel * K, K, 0, K, sums);
+        for (int r = 0; r < m; r++)
+          for (int j = 0; j < kWidth; j += kLanes) {
+            const int64_t s = p * kPanel + j, left = live > s ? live - s : 0;
+            Vec v = load(sums + r * kWidth + j) / divisor;
+            if (bias) v += load(bias + s - (t + i + r), left);
+            if (left < kLanes) v = kFirst < (float)left ? v : all(-INFINITY);
+            greatest[i + r] = v > greatest[i + r] ? v : greatest[i + r];
+            store(scores + (i + r) * width() + s, v);
+          }
+      }
+    });
+    float scales[kQueries];
+    for (int i = 0; i < n; i++) {
+      const float most = greatest_of(greatest[i]);
+      Vec totals = {};
+      for (float *at = scores + i * width(), *end = at + width(); at < end; at += kLanes) {
+        const Vec e = exp_of(load(at) - most);
+        totals += e;
+        store(at, e);
+      }
+      scales[i] = 1.0f / sum_of(totals);  // a score that is not a number makes a total that is none
+    }
+    for_panels((K + kPanel - 1) / kPanel, [&](int64_t p, auto side) {
+      constexpr int kWidth = decltype(side)::value * kPanel;
+      float sums[kQueries * kWidth] = {};
+      for (int64_t begin = 0; begin < live; begin += kLines)
+        for (int i = 0; i < n; i += kRows)
+          add_lines<decltype(side)::value>(scores + i * width(), width(), n - i < kRows ? n - i : kRows,
+                                           values + p * kPanel * live, live, begin, begin + kLines < live ? begin + kLines : live,
+                                           sums + i * kWidth);
+      for (int i = 0; i < n; i++)
+        for (int j = 0; j < kWidth && p * kPanel + j < K; j += kLanes)
+          store(out + i * apart + p * kPanel + j, load(sums + i * kWidth + j) * scales[i], K - p * kPanel - j);
+    });
+  }
+};
+
+// The first lengths[b] positions of qkv [B, L, 3·H·K] over each other, 0 for the others; bias [H, 2·L − 1] by distance from query
+// to key, from 1 − L on, or [H, 0].
 static ffi::Error EncoderAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> bias,
                                    ffi::Buffer<ffi::S32> lengths, ffi::ResultBuffer<ffi::F32> out, float divisor) {
   const auto qs = qkv.dimensions(), bs = bias.dimensions();
-  if (qs.size() != 3 || bs.size() != 3) return unfit("encoder attention: expected queries [B, L, 3·H·K] and bias [L, H, L]");
-  const int64_t B = qs[0], L = qs[1], H = bs[1], width = qs[2] / 3, K = H ? width / H : 0;
-  if (!may_have(bias, L * H * L) || K * H * 3 != qs[2] || !has(*out, B * L * width) || !has(lengths, B))
+  if (qs.size() != 3 || bs.size() != 2) return unfit("encoder attention: expected queries [B, L, 3·H·K] and bias [H, 2·L − 1]");
+  const int64_t B = qs[0], L = qs[1], H = bs[0], width = qs[2] / 3, K = H ? width / H : 0;
+  if (!may_have(bias, H * (2 * L - 1)) || K * H * 3 != qs[2] || !has(*out, B * L * width) || !has(lengths, B))
     return unfit("encoder attention: shapes do not fit");
   const float *x = qkv.typed_data(), *table = or_none(bias);
   const int32_t* ends = lengths.typed_data();
   float* y = out->typed_data();
-  for_heads(pool, B, H, L * L * K * 2, [=](int64_t b, int64_t h) {
-    const float* own = x + b * L * 3 * width + h * K;
-    float* scores = room_for(L);
-    const int64_t live = within(ends[b], L);
-    for (int64_t t = 0; t < L; t++) {
-      float* to = y + (b * L + t) * width + h * K;
-      if (t >= live) std::memset(to, 0, sizeof(float) * K);
-      else
-        attend(InOrder(), own + t * 3 * width, own + width, own + 2 * width, 3 * width, 0, live, K,
-               table ? table + (t * H + h) * L : nullptr, divisor, scores, to);
+  // Each part packs keys and values for itself, which is little beside so many queries.
+  constexpr int64_t kPart = 16 * EncoderHead::kQueries;
+  const int64_t parts = (L + kPart - 1) / kPart, each = (L + parts - 1) / (parts + !parts) * L * K * 2;
+  in_parallel(pool, B * H * parts, 1 + (1 << 14) / (each + 1), B * H * parts * each / (1 << 15), [=](int64_t begin, int64_t end) {
+    static thread_local std::vector<float> own_packed, own_scores;
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t b = i / parts / H, h = i / parts % H, live = within(ends[b], L);
+      const int64_t first = i % parts * kPart, last = first + kPart < L ? first + kPart : L, counted = last < live ? last : live;
+      const float* from = x + b * L * 3 * width + h * K;
+      float *to = y + b * L * width + h * K, *keys, *values;
+      EncoderHead head{nullptr, nullptr, table ? table + h * (2 * L - 1) + L - 1 : nullptr, live, K, divisor};
+      if (first < counted) {
+        keys = room(own_packed, head.width() * K + live * ((K + kPanel - 1) / kPanel * kPanel));
+        values = keys + head.width() * K;
+        pack(from + width, 1, 3 * width, K, live, keys);
+        pack(from + 2 * width, 3 * width, 1, live, K, values);
+        head.keys = keys, head.values = values;
+      }
+      float* scores = room(own_scores, EncoderHead::kQueries * head.width());
+      for (int64_t t = first; t < counted; t += EncoderHead::kQueries) {
+        const int n = counted - t < EncoderHead::kQueries ? counted - t : EncoderHead::kQueries;
+        head.attend(t, n, from + t * 3 * width, 3 * width, scores, to + t * width, width);
+      }
+      for (int64_t t = counted < first ? first : counted; t < last; t++)
+        std::memset(to + t * width, 0, sizeof(float) * K);
     }
   });
   return ffi::Error::Success();

@@ -348,7 +348,7 @@ def attend_to_encoded(
 
 def attend_to_inputs(
     qkv: Float32[Array, "B L QKV"],
-    bias: Float32[Array, "L H L"] | Float32[Array, "0 H 0"],
+    bias: Float32[Array, "H 2*L-1"] | Float32[Array, "H 0"],
     lengths: Int32[Array, " B"],
     divisor: float = 1.0,
 ) -> Float32[Array, "B L QKV//3"]:
@@ -358,7 +358,8 @@ def attend_to_inputs(
 
     Args:
       qkv: queries, keys and values side by side, 3·H·K.
-      bias: added to the scores, by query position; without positions: nothing.
+      bias: added to the scores, by distance from query to key, from 1 − L on; without any:
+        nothing.
       lengths: number of positions of each row that count.
       divisor: as for `attend_to_cache`.
     """

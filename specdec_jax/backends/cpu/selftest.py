@@ -131,7 +131,7 @@ def _attention_cases(rng: Any) -> list[tuple]:
     B, T, H, S, K = 2, 3, 4, 37, 24
     make = functools.partial(rng.standard_normal, dtype=np.float32)
     qkv, keys, values = make((B, T, 3 * H * K)), make((B, H, S, K)), make((B, H, S, K))
-    bias, whole, table = make((S, H, S)), make((B, S, 3 * H * K)), make((S, H, S))
+    bias, whole, table = make((S, H, S)), make((B, S, 3 * H * K)), make((H, 2 * S - 1))
     positions, lengths = np.array([5, 30], np.int32), np.array([37, 11], np.int32)
     divisor, valid = np.float32(3), np.arange(T) < np.array([[T], [1]])
     slots, written = np.arange(S), positions[:, None] + np.arange(T)
@@ -166,7 +166,8 @@ def _attention_cases(rng: Any) -> list[tuple]:
     crossed = attend(query / divisor, keys, values, 0, inside)
     parts = [part.reshape(B, S, H, K) for part in np.split(whole, 3, axis=-1)]
     key, value = (part.transpose(0, 2, 1, 3) for part in parts[1:])
-    encoded = attend(parts[0] / divisor, key, value, table, inside) * inside.transpose(0, 2, 1)
+    near = table[:, slots - slots[:, None] + S - 1].transpose(1, 0, 2)
+    encoded = attend(parts[0] / divisor, key, value, near, inside) * inside.transpose(0, 2, 1)
 
     queries, how = qkv[..., : H * K].copy(), {"divisor": divisor, "clear": True}
     results, all_valid = [(B, T, H * K), keys.shape, values.shape], valid[:0]

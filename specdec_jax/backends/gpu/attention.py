@@ -275,12 +275,12 @@ def _matches_xla(dtype: str, features: int, queries: int, interpret: Any) -> boo
     own = attend_to_cache(qkv, key, value, bias, positions, interpret=interpret)
     crossed = attend_to_encoded(qkv[..., : 2 * features], key, value, lengths, interpret=interpret)
 
-    query, *new = split_projected((qkv,), 2, features)
+    heads = AttentionShape(2, features, dtype)
+    query, *new = split_projected((qkv,), 2, heads)
     after = [write_slots(old, part, positions, None) for old, part in zip((key, value), new)]
     numbers = jnp.arange(slots)
     causal = numbers <= (positions[:, None] + jnp.arange(queries))[:, None, :, None]
     tokens = (numbers < lengths[:, None])[:, None, None]
-    heads = AttentionShape(2, features, dtype)
     expected = attend(query, KVCache(*after), causal, bias, heads), *after
     expected += (attend(query, KVCache(key, value), tokens, None, heads),)
     return all(

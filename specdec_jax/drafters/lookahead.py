@@ -1,0 +1,204 @@
+"""Drafts by looking ahead: guesses of later tokens that each call of the target improves."""
+
+from typing import Any, ClassVar, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from specdec_jax.drafters.continuations import Inputs, find_best, repeat_inputs
+from specdec_jax.drafters.tree_levels import Children, Level, draft_children
+from specdec_jax.models import arguments
+from specdec_jax.speculative.drafter import TreeDrafter
+from specdec_jax.speculative.state import DecodeState, Scored
+from specdec_jax.speculative.tree_draft import TreeDraft
+from specdec_jax.speculative.trees import MAX_NODES, POINTS, Tree
+
+
+class LookaheadState(NamedTuple):
+    """What `LookaheadDecoding` keeps of each row; −1 where there is nothing.
+
+    Attributes:
+      inputs: the encoder's input, from which guesses begin.
+      window: the guesses: at `[b, j, w]` that of level j for the token w + 1 + j places after the
+        last committed one.
+      pool: a ring of n-grams.
+      written: how many n-grams were put there.
+    """
+
+    inputs: Inputs
+    window: Int[Array, "B J W"]
+    pool: Int[Array, "B P N"]
+    written: Int[Array, " B"]
+
+
+@flax.struct.dataclass
+class LookaheadDecoding(TreeDrafter):
+    """A drafter without a model or a text: the target's own guesses of what comes later.
+
+    Besides the tokens that it verifies, each call of the target improves a window of guesses, by
+    Jacobi iterations. The window has `ngram` − 1 levels, one for each of the last calls. Level 0,
+    the oldest, is a chain of `window` tokens after the last committed one; after each of its tokens
+    follows what the later levels have for the places after it. What the target finds the most
+    probable after the newest of these completes an n-gram, which goes to a pool, and is the newest
+    level of the next call. Verified are the last `guesses` n-grams of the pool that begin with the
+    last committed token, and the window itself. All this is one tree of fixed shape, `tree`.
+    (Look-ahead decoding, Fu et al. 2024, arXiv 2402.02057.)
+
+    Guesses depend on committed tokens and on argmaxes alone. A guess that ends the sequence, after
+    which nothing can follow, is replaced in the window by a token of the input, as are those that
+    are missing.
+
+    Attributes:
+      window: W, columns of the window.
+      ngram: n, from 2 on.
+      guesses: G, the most n-grams that are verified in one call.
+      pool: P, the n-grams that are remembered for each row, the latest.
+    """
+
+    kinds: ClassVar[Any] = POINTS
+    reads_nodes: ClassVar[bool] = True
+    varies: ClassVar[bool] = True
+
+    window: int = flax.struct.field(pytree_node=False, default=7)
+    ngram: int = flax.struct.field(pytree_node=False, default=5)
+    guesses: int = flax.struct.field(pytree_node=False, default=7)
+    pool: int = flax.struct.field(pytree_node=False, default=256)
+
+    def __post_init__(self):
+        arguments.check_integer("window", self.window, 1, MAX_NODES - 1)
+        arguments.check_integer("ngram", self.ngram, 2, MAX_NODES)
+        arguments.check_integer("guesses", self.guesses, 1, MAX_NODES - 1)
+        arguments.check_integer("pool", self.pool, self.window, 2**16)
+        if (self.window + self.guesses) * (self.ngram - 1) >= MAX_NODES:
+            got = f"{self.window} and guesses {self.guesses} for {self.ngram}-grams"
+            expected = f"(window + guesses) · (ngram − 1) below {MAX_NODES}"
+            raise ValueError(f"window: got {got}, expected {expected}")
+
+    @property
+    def name(self) -> str:
+        return "look-ahead decoding"
+
+    @property
+    def tree(self) -> Tree:
+        """The tree: the pool's chains after node 0, then the window, column by column."""
+        size, parents = self.ngram - 1, []
+        for chain in range(self.guesses):
+            parents += [0, *range(1 + chain * size, (chain + 1) * size)]
+        for column in range(self.window):
+            first = 1 + len(parents)
+            parents += [first - size if column else 0, *range(first, first + size - 1)]
+        return Tree(tuple(parents))
+
+    def window_nodes(self) -> np.ndarray:
+        """Returns `[n − 1, W]`: the numbers of the window's nodes by level and column."""
+        size = self.ngram - 1
+        nodes = 1 + self.guesses * size + np.arange(self.window * size)
+        return nodes.reshape(self.window, size).T
+
+    def init(
+        self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int
+    ) -> LookaheadState:
+        batch = len(tokens)
+        return LookaheadState(
+            repeat_inputs(inputs, input_lengths, batch),
+            jnp.full((batch, self.ngram - 1, self.window), -1, jnp.int32),
+            jnp.full((batch, self.pool, self.ngram), -1, jnp.int32),
+            jnp.zeros(batch, jnp.int32),
+        )
+
+    def draft_tree(
+        self,
+        draft_state: LookaheadState,
+        state: DecodeState,
+        num_wanted: Int[Array, " B"],
+        max_depth: Int[Array, " B"],
+    ) -> tuple[LookaheadState, TreeDraft]:
+        batch, tree = len(state.lengths), state.config.tree
+        assert isinstance(tree, Tree) and tree.parents == self.tree.parents, "its own tree"
+        last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+        grams = find_grams(draft_state, last, self.guesses)[..., 1:]
+        window = fill_window(draft_state, state)
+        # By number; columns of the window have consecutive nodes.
+        nodes = last, grams.reshape(batch, -1), window.transpose(0, 2, 1).reshape(batch, -1)
+        tokens = jnp.concatenate(nodes, axis=1)
+
+        def children_of(level: Level, carry: Any):
+            assert level.numbers is not None
+            return Children(tokens[:, tree.children_of(level.numbers)]), carry
+
+        draft, _ = draft_children(state, num_wanted, max_depth, children_of)
+        # A place of the pool without an n-gram is no failure, which −1 would mean.
+        return draft_state, draft._replace(tokens=jnp.maximum(draft.tokens, 0))
+
+    def observe(
+        self, draft_state: LookaheadState, state: DecodeState, scored: Scored
+    ) -> LookaheadState:
+        """Moves the window to what follows the committed tokens, and keeps its n-grams."""
+        assert scored.nodes is not None
+        draft, nodes = scored.nodes.draft, self.window_nodes()
+        fed = jnp.where(draft.valid, draft.tokens, -1)[:, nodes]
+        new = jnp.where(draft.valid, scored.nodes.argmax, -1)[:, nodes[-1]]
+        levels = jnp.concatenate([fed, new[:, None]], axis=1)
+        active = scored.num_new > 0
+        complete = jnp.all(levels >= 0, axis=1) & active[:, None]
+        after = put_grams(draft_state, levels.transpose(0, 2, 1), complete)
+        # A level moves by one token when it becomes older; more tokens move all columns.
+        columns = jnp.arange(self.window) + jnp.maximum(scored.num_new - 1, 0)[:, None]
+        place = jnp.minimum(columns, self.window - 1)[:, None]
+        moved = jnp.take_along_axis(levels[:, 1:], place, axis=2)
+        moved = jnp.where((columns < self.window)[:, None], moved, -1)
+        return after._replace(window=jnp.where(active[:, None, None], moved, draft_state.window))
+
+
+def fill_window(draft_state: LookaheadState, state: DecodeState) -> Int[Array, "B J W"]:
+    """Returns the window with a token in every place, none of which ends a sequence."""
+    inputs, window = draft_state.inputs, draft_state.window
+    # A decoder-only target's input is its prompt. The last id of others is mostly an EOS.
+    source, lengths = inputs.tokens, inputs.lengths - 1
+    if not source.shape[1]:
+        source, lengths = state.tokens, state.starts
+    levels, columns = (jnp.arange(size) for size in window.shape[1:])
+    place = (state.lengths - state.starts)[:, None, None] + levels[:, None] + columns
+    place = (place % jnp.maximum(lengths, 1)[:, None, None]).reshape(len(source), -1)
+    filler = jnp.take_along_axis(source, place, axis=1).reshape(window.shape)
+    last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)[..., None]
+    for other in (filler, last):
+        window = jnp.where((window < 0) | _is_eos(window, state), other, window)
+    return window
+
+
+def _is_eos(ids: Int[Array, "B J W"], state: DecodeState) -> Bool[Array, "B J W"]:
+    return jnp.any(ids[..., None] == state.eos_ids[:, None, None], axis=-1)
+
+
+def find_grams(
+    draft_state: LookaheadState, last: Int[Array, "B 1"], count: int
+) -> Int[Array, "B {count} N"]:
+    """Returns the latest n-grams of the pool that begin with `last`; −1 where there are fewer."""
+    pool, written = draft_state.pool, draft_state.written
+    slots, size = jnp.arange(pool.shape[1]), pool.shape[1]
+    age = (written[:, None] - 1 - slots) % size
+    weights = jnp.where(pool[..., 0] == last, size - age, 0)
+    _, places = find_best(jnp.broadcast_to(slots, weights.shape), weights, count)
+    grams = jnp.take_along_axis(pool, jnp.maximum(places, 0)[..., None], axis=1)
+    return jnp.where((places >= 0)[..., None], grams, -1)
+
+
+def put_grams(
+    draft_state: LookaheadState, grams: Int[Array, "B W N"], valid: Bool[Array, "B W"]
+) -> LookaheadState:
+    """Returns the state with the valid `grams` in the pool, in their order, each only once."""
+    pool, written = draft_state.pool, draft_state.written
+    later = jnp.triu(jnp.ones((grams.shape[1],) * 2, bool), 1)
+    same = jnp.all(grams[:, :, None] == grams[:, None], axis=-1) & valid[:, None]
+    valid &= ~jnp.any(same & later, axis=2)
+    known = jnp.all(pool[:, :, None] == grams[:, None], axis=-1) & valid[:, None]
+    pool = jnp.where(jnp.any(known, axis=2)[..., None], -1, pool)
+    order = jnp.cumsum(valid.astype(jnp.int32), axis=1)
+    slots = (written[:, None] + order - 1) % pool.shape[1]
+    slots = jnp.where(valid, slots, pool.shape[1])
+    pool = pool.at[jnp.arange(len(pool))[:, None], slots].set(grams, mode="drop")
+    return draft_state._replace(pool=pool, written=written + order[:, -1])

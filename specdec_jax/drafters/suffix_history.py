@@ -1,0 +1,150 @@
+"""Keeps what a job has finished as the texts of its drafter."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from specdec_jax.backends.jax_settings import isolated
+from specdec_jax.drafters.sorted_file import TextInfo, map_text, write_text
+from specdec_jax.drafters.sorted_text import SortedText, sort_places
+from specdec_jax.drafters.suffix import SuffixDrafter
+from specdec_jax.files.reading import mismatch_error
+from specdec_jax.models import arguments
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import is_decoder_only
+
+_SORT_AFTER = 8  # texts are sorted anew when they have grown by this part
+
+
+class SuffixHistory:
+    """Gives a `SuffixDrafter` the inputs and outputs that a job has finished.
+
+    It is a `Learner`: `decode_stream(…, learner=sd.SuffixHistory(target))` calls `saw` and `learn`.
+    An own loop calls `generate(…, drafter=history.drafter)` and `history.add`. Only finished
+    outputs that their receiver has kept are known. The output distribution is the target's; above
+    temperature 0 with `verifier="gumbel"`, which is the only one there (`Drafter.remembers`).
+
+    The arrays have one size from the beginning, so that nothing compiles anew. When they are full,
+    the older half is dropped.
+
+    Attributes:
+      drafter: the drafter as it is now: the same object until texts have been added.
+      outputs: number of outputs that were seen, without those that have none.
+      seconds: what sorting took.
+    """
+
+    @isolated
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafter: SuffixDrafter | None = None,
+        *,
+        capacity: int = 2**17,
+    ):
+        """Begins with no texts.
+
+        Args:
+          target: the target.
+          drafter: a drafter with other settings than the default, and without texts.
+          capacity: number of ids that are kept, a power of two; 8 bytes each on the device.
+
+        Raises:
+          ValueError: a drafter with texts of its own, or a capacity out of range.
+        """
+        drafter = SuffixDrafter() if drafter is None else drafter
+        if type(drafter) is not SuffixDrafter or drafter.text is not None:
+            got, expected = f"{drafter!r} as drafter", "a SuffixDrafter without texts"
+            raise mismatch_error("history", got, expected)
+        arguments.check_integer("capacity", capacity, 64, 2**30)
+        if capacity & (capacity - 1):
+            raise mismatch_error("capacity", capacity, "a power of two")
+        self._capacity, self._vocab_size = capacity, target.config.vocab_size
+        vocabulary = target.vocabulary
+        self._fingerprint = "" if vocabulary is None else vocabulary.fingerprint()
+        self._prompted, self._start_token = is_decoder_only(target), target.start_token
+        self._ids = np.zeros(0, np.int32)  # known to the drafter
+        self._new: list[np.ndarray] = []
+        self._drafter = dataclasses.replace(drafter, text=self._sort(), remembers=True)
+        self._saved, self._due = 0, 0.0
+        self.outputs, self.seconds = 0, 0.0
+
+    @property
+    def drafter(self) -> SuffixDrafter:
+        """The drafter as it is now: the same object until texts have been added."""
+        return self._drafter
+
+    def saw(self, inputs: np.ndarray, prefix: np.ndarray, output: Any) -> None:
+        """Keeps a finished output; arguments as for `Learner.saw`."""
+        if output.finish_reason not in ("error", "empty"):
+            self._keep(inputs, prefix, output.tokens)
+
+    def add(self, inputs: Sequence[int], tokens: Sequence[int]) -> None:
+        """Keeps an output of `generate`, and gives the drafter what was kept.
+
+        Args:
+          inputs: ids of the encoder's input, or of the prompt of a decoder-only target.
+          tokens: new token ids, EOS included.
+        """
+        prefix = [] if self._prompted else [self._start_token]
+        self._keep(inputs, prefix, tokens)
+        self.learn()
+
+    @isolated
+    def learn(self) -> None:
+        """Gives the drafter what was kept, when that is enough to be worth sorting."""
+        if sum(map(len, self._new)) * _SORT_AFTER < max(len(self._ids), 1):
+            return
+        start = time.perf_counter()
+        ids = np.concatenate([self._ids, *self._new])
+        self._new.clear()
+        if len(ids) > self._capacity:  # whole sequences stay
+            ends = np.flatnonzero(ids == 0) + 1
+            ids = ids[ends[np.searchsorted(ends, len(ids) - self._capacity // 2)] :]
+        self._ids = ids
+        self._drafter = dataclasses.replace(self._drafter, text=self._sort())
+        self.seconds += time.perf_counter() - start
+
+    def _keep(self, *parts: Sequence[int] | np.ndarray) -> None:
+        self.outputs += 1
+        ids = np.concatenate(parts).astype(np.int32)
+        if len(parts[-1]) and len(ids) < self._capacity // 2:
+            self._new.append(np.append(ids + 1, 0).astype(np.int32))
+
+    def _sort(self) -> SortedText:
+        return SortedText.make(self._ids, sort_places(self._ids), self._capacity)
+
+    def save(self, path: str | os.PathLike, every: float = 0.0) -> None:
+        """Writes the texts to a file, which `SuffixDrafter.load` reads too.
+
+        Nothing is written if nothing was added since, or less than `every` seconds ago.
+        """
+        now = time.monotonic()
+        if self._saved == self.outputs or (every and now < self._due):
+            return
+        ids = np.concatenate([self._ids, *self._new])
+        if len(ids):
+            write_text(path, ids, self._vocab_size, self._fingerprint)
+        self._saved, self._due = self.outputs, now + every
+
+    @isolated
+    def restore(self, path: str | os.PathLike) -> None:
+        """Adds the texts of a file that `save` wrote.
+
+        Raises:
+          ValueError: the file is damaged, or is of another vocabulary.
+        """
+        text, info = map_text(path)
+        expected = TextInfo(self._vocab_size, self._fingerprint, info.checksum)
+        if info != expected:
+            raise mismatch_error(path, "texts of another vocabulary", "those of this target")
+        self._new.append(np.array(text.ids, np.int32))
+        self.learn()
+
+    def summary(self) -> str:
+        """Returns a line about what was kept."""
+        kept = len(self._ids) + sum(map(len, self._new))
+        return f"{self.outputs} outputs, {kept:,} ids kept; sorting took {self.seconds:.1f} s"

@@ -1,0 +1,330 @@
+"""Continuations of earlier texts beside slow searches, in jobs, in files and commands."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from distribution_samples import g_test
+from suffix_texts import sort_texts
+from tiers import parametrize
+from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
+
+import specdec_jax as sd
+from specdec_jax.drafters.continuations import Texts, follow_passages
+from specdec_jax.drafters.sorted_file import join_sequences
+from specdec_jax.drafters.sorted_text import DEPTH, find_places, sort_places
+
+pytestmark = pytest.mark.usefixtures("quick")
+slow = pytest.mark.slow
+
+
+def random_sequences(seed: int, vocab: int, count: int = 12) -> list[list[int]]:
+    """Returns sequences of few ids, in which long endings recur."""
+    rng = np.random.default_rng(seed)
+    phrases = [rng.integers(0, vocab, n).tolist() for n in (2, 5, 20)]
+    pick = rng.integers(0, 3, (count, 3))
+    return [sum((phrases[i] for i in row), []) + rng.integers(0, vocab, 2).tolist() for row in pick]
+
+
+def context(ids: np.ndarray, place: int) -> list[int]:
+    """Returns the ids before a place, the last first, and 0 beyond the beginning."""
+    before = ids[max(place - DEPTH, 0) : place][::-1].tolist()
+    return before + [0] * (DEPTH - len(before))
+
+
+@pytest.mark.parametrize("seed, vocab", [(0, 2), (1, 3), (2, 9)])
+def test_places_are_sorted_by_what_precedes_them(seed, vocab):
+    ids = join_sequences(random_sequences(seed, vocab), vocab)
+    order = sort_places(ids)
+    assert sorted(order.tolist()) == np.flatnonzero(ids).tolist()
+    contexts = [context(ids, place) for place in order]
+    assert contexts == sorted(contexts)
+    assert sort_places(np.zeros(0, np.int32)).tolist() == []
+
+
+search = jax.jit(find_places, static_argnums=2)
+
+
+def match_slowly(ids: np.ndarray, place: int, ending: list[int]) -> tuple[int, int]:
+    pairs = [(a, b) for a, b in zip(context(ids, place), ending)]
+    same = [a == b and b > 0 for a, b in pairs]
+    return (same + [False]).index(False), sum(same)
+
+
+@parametrize("seed, vocab, capacity", [(0, 3, 1), (1, 2, 512), (2, 9, 1)], first=1)
+def test_the_longest_match_is_found(seed, vocab, capacity):
+    sequences = random_sequences(seed, vocab)
+    ids = join_sequences(sequences, vocab)
+    text = sort_texts(sequences, vocab, capacity)
+    rng, endings = np.random.default_rng(seed), []
+    for _ in range(40):  # endings of sequences, whole ones too, some with a change
+        one = sequences[rng.integers(len(sequences))]
+        ending = np.array(one[: rng.integers(0, len(one)) + 1][::-1][:DEPTH]) + 1
+        if rng.random() < 0.4:
+            ending[rng.integers(len(ending))] = rng.integers(1, vocab + 1)
+        endings.append(np.pad(ending, (0, DEPTH - len(ending))).tolist())
+    endings.append([0] * DEPTH)
+    found = search(text, jnp.array(endings), 8)
+    for row, ending in enumerate(endings):
+        slow = {int(p): match_slowly(ids, p, ending) for p in np.flatnonzero(ids)}
+        longest = max(match for match, _ in slow.values())
+        all_of_it = {place for place, (match, _) in slow.items() if match == longest > 0}
+        places = [int(p) for p, match in zip(found.places[row], found.match[row]) if match]
+        assert len(set(places)) == len(places) == min(8, len(all_of_it))
+        assert set(places) <= all_of_it
+        for place, match, equal in zip(*(values[row] for values in found)):
+            assert (match, equal) == ((slow[int(place)]) if match else (0, 0))
+
+
+def test_what_was_added_is_found_with_the_right_size_only():
+    """A size that is not brought up to date loses texts, which the test would notice."""
+    one, other = [[3, 4, 5, 6]], [[3, 4, 5, 6], [7, 8, 9]]
+    old, new = (sort_texts(texts, 10, 64) for texts in (one, other))
+    ending = jnp.array([[9, 8, *[0] * (DEPTH - 2)]])
+    assert int(old.size) == 4 and int(new.size) == 7
+    for text, match in ((new, 2), (new.replace(size=old.size), 0), (old, 0)):
+        assert search(text, ending, 8).match.max() == match
+
+
+def test_passages_are_followed_by_weight():
+    ids = jnp.array([[[3, 4, 5], [3, 4, 6], [3, 7, 7], [8, 1, -1], [-1, -1, -1]]])
+    weights = jnp.array([[2.0, 3.0, 1.0, 2.0, 9.0]])
+    follow = jax.jit(functools.partial(follow_passages, ids, weights), static_argnums=0)
+    assert follow(1, 0.1).tolist() == [[[3, 4, 6]]]
+    assert follow(3, 0.1).tolist() == [[[3, 4, 6], [8, 1, -1], [-1, -1, -1]]]
+    assert follow(1, 0.5).tolist() == [[[3, 4, -1]]], "3 of 8 agree with the third id"
+    assert follow(1, 0.9).tolist() == [[[-1, -1, -1]]]
+
+
+# --- What is drafted ---
+
+
+@functools.partial(jax.jit, static_argnames=("count", "length"))
+def run_find(drafter, padded, width, tokens, lengths, count, length):
+    memory = drafter.init(padded, width, tokens[:, :1], tokens.shape[1])
+    state = types.SimpleNamespace(tokens=tokens, lengths=lengths)
+    memory = drafter.read_prefix(memory, state, None)
+    return drafter.find(memory, Texts(tokens, lengths, lengths), count, length)
+
+
+def find(drafter, text: list[int], inputs=(), count=3, length=8):
+    """Returns the continuations of one text, for an encoder's input or none."""
+    padded = np.array([[*inputs] + [0] * (8 - len(inputs))] if inputs else [[]], np.int32)
+    tokens = np.array([text + [0] * (16 - len(text))], np.int32)
+    widths = np.array([len(inputs)], np.int32), np.array([len(text)], np.int32)
+    found = run_find(drafter, padded, widths[0], tokens, widths[1], count, length)
+    kept = [[int(i) for i in ids if i >= 0] for ids in found.ids[0]]
+    return kept, found.match[0].tolist()
+
+
+def test_a_passage_ends_where_its_sequence_ends():
+    """Without the ends between sequences the next one would be drafted."""
+    drafter = sd.SuffixDrafter(sort_texts([[3, 4, 5, 6], [7, 8, 9]], 10, 64))
+    assert find(drafter, [0, 3, 4, 5]) == ([[6], [], []], [3, 0, 0])
+    joined = sd.SuffixDrafter(sort_texts([[3, 4, 5, 6, 7, 8, 9]], 10, 64))
+    assert find(joined, [0, 3, 4, 5])[0][0] == [6, 7, 8, 9], "the test can fail"
+
+
+@slow
+def test_the_length_is_limited_by_the_match():
+    text = sort_texts([[1, 3, 4, 5, 6, 7, 8, 9]], 10, 64)
+    for factor, drafted in ((2, [4, 5]), (2.5, [4, 5, 6])):
+        assert find(sd.SuffixDrafter(text, factor=factor), [0, 3])[0][0] == drafted
+    assert find(sd.SuffixDrafter(text), [0, 3, 4])[0][0] == [5, 6, 7, 8]
+
+
+def test_the_most_frequent_continuation_is_drafted():
+    texts = [[3, 4, 5], [3, 4, 6], [3, 4, 6], [9, 4, 7], [9, 4, 7], [9, 4, 7]]
+    drafter = sd.SuffixDrafter(sort_texts(texts, 10, 64))
+    found, match = find(drafter, [0, 3, 4])
+    assert found[:2] == [[6], [5]] and match[:2] == [2, 2]
+    assert find(drafter, [0, 4])[0][0] == [7]
+    assert find(drafter, [0, 8])[0] == [[], [], []]
+
+
+@slow
+def test_own_output_and_input_are_read():
+    assert find(sd.SuffixDrafter(), [0, 3, 4, 5, 6, 3, 4])[0][0] == [5, 6, 3, 4]
+    assert find(sd.SuffixDrafter(), [0, 8, 4], inputs=[3, 4, 5, 1])[0][0] == [5, 1]
+
+
+def test_an_output_like_an_earlier_one_is_copied_after_a_changed_id():
+    """The input is most like that of the first sequence; 9 in the place of 5 is new."""
+    earlier = [[2, 3, 4, 5, 6, 7, 1, 0, 12, 13, 15, 16, 17, 1], [8, 8, 1, 0, 19, 20, 1]]
+    drafter = sd.SuffixDrafter(sort_texts(earlier, 24, 64))
+    inputs = [2, 3, 4, 9, 6, 7, 1]
+    assert find(drafter, [0], inputs)[0][0] == [12, 13, 15, 16, 17, 1]
+    assert find(drafter, [0, 12, 13, 19], inputs)[0][0] == [16, 17, 1]
+    prompt = [2, 3, 4, 9, 6, 7, 1, 0, 12, 13, 19]
+    assert find(drafter, prompt)[0][0] == [16, 17, 1]
+
+
+# --- In jobs ---
+
+V, LIMIT = 24, 8
+RNG = np.random.default_rng(0)
+INPUTS = [RNG.integers(2, V, length).tolist() for length in RNG.integers(2, 9, 24)]
+INPUTS += [ids[:-1] + [int(RNG.integers(2, V))] for ids in INPUTS]
+OPTIONS = dict(gamma=4, batch_size=4, max_new_tokens=LIMIT)
+WARM = dict(sampling=sd.SamplingConfig(temperature=1.0), verifier="gumbel")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return noisy_copy(tiny_t5(0, vocab=V), 2.0)
+
+
+WAYS = {
+    "refilled": {},
+    "batches": dict(refill=False),
+    "samples": dict(WARM, num_samples=2),
+    "a tree": dict(tree=sd.Tree.uniform((2, 1))),
+    "beams": dict(num_beams=2),
+    "prefixes": dict(decoder_prefix=[[3] * (n % 3) for n in range(len(INPUTS))]),
+    "one by one": dict(batch_size=1),
+    "automatic": dict(gamma="auto"),
+}
+
+
+@parametrize("way", WAYS, first=1)
+def test_a_jobs_outputs_are_those_of_plain_decoding(target, way):
+    options = {**OPTIONS, **WAYS[way]}
+    history, drafters = sd.SuffixHistory(target, capacity=512), set()
+
+    def decode():
+        found = {}
+        for number, rows in sd.decode_stream(target, INPUTS, learner=history, **options):
+            found[number] = [row.tokens for row in rows]
+            drafters.add(id(history.drafter))
+        return found
+
+    plain = {name: value for name, value in options.items() if name not in ("tree", "gamma")}
+    expected = dict(sd.decode_stream(target, INPUTS, **plain))
+    found = decode()
+    assert found == {n: [row.tokens for row in rows] for n, rows in expected.items()}
+    assert len(drafters) > 4
+    if way == "refilled":  # the arrays keep their shapes while texts are added and dropped
+        assert compilations(decode) == 0
+        assert history.outputs == 2 * len(INPUTS) and len(history._ids) <= 512
+
+
+def finished(tokens, reason="eos"):
+    return types.SimpleNamespace(tokens=list(tokens), finish_reason=reason)
+
+
+def test_a_full_history_drops_its_older_half(target):
+    history = sd.SuffixHistory(target, capacity=64)
+    for number in range(9):
+        history.saw(np.array([number, 20]), np.array([0]), finished([21, number, 22, 1]))
+        history.learn()
+    ids = history._ids.tolist()
+    assert len(ids) <= 64 and history.outputs == 9
+    assert ids[:4] != [1, 21, 1, 22] and ids[-8:] == [9, 21, 1, 22, 9, 23, 2, 0]
+    assert int(history.drafter.text.size) == np.count_nonzero(ids)
+    history.saw(np.array([], int), np.array([0]), finished([], "empty"))
+    history.saw(np.array([], int), np.array([0]), finished([3] * 40))
+    assert history._new == [], "one that is empty, and one that is too long"
+
+
+@slow
+def test_a_second_call_with_one_key_draws_from_the_targets_distribution():
+    """What a history has of a call would bias the next one with its key under "block"."""
+    target = HashModel(12, 0)
+    inputs = np.stack(np.meshgrid(*[np.arange(2, 10)] * 4, indexing="ij"), axis=-1).reshape(-1, 4)
+    logits = np.asarray(target.logits(inputs, np.zeros((len(inputs), 1), int)))[:, 0]
+    probs = np.asarray(jax.nn.softmax(logits.astype(np.float64)))
+    order = np.argsort(probs, axis=1)
+    options = dict(key=jax.random.key(5), gamma=1, max_new_tokens=2)
+
+    def second_call(verifier, remembers):
+        outputs = np.full((len(inputs), 2), 3)
+        for _ in range(2):
+            history = sd.SuffixHistory(target)
+            for ids, row in zip(inputs, outputs):
+                history.saw(ids, np.array([0]), finished(row.tolist()))
+            history.learn()
+            drafter = history.drafter.replace(remembers=remembers)
+            result = sd.generate(
+                target,
+                inputs,
+                drafter=drafter,
+                verifier=verifier,
+                sampling=WARM["sampling"],
+                **options,
+            )
+            outputs = result.tokens
+        assert result.stats.drafted == len(inputs)
+        ranks = np.argmax(order == result.tokens[:, :1], axis=1)
+        expected = np.take_along_axis(probs, order, axis=1).mean(axis=0)
+        return g_test(np.bincount(ranks, minlength=12), expected)
+
+    assert second_call("gumbel", True) > 1e-4
+    assert second_call("block", False) < 1e-9, "the test can fail"
+    with pytest.raises(sd.UnsupportedCombination, match="'gumbel' above temperature 0"):
+        second_call("block", True)
+
+
+def test_what_is_kept_is_restored(target, tmp_path):
+    history, path = sd.SuffixHistory(target, capacity=128), tmp_path / "kept.suffix"
+    history.save(path)
+    assert not path.exists()
+    for number in range(3):
+        history.saw(np.array([number, 20]), np.array([0]), finished([21, number, 1]))
+    history.learn()
+    history.saw(np.array([5]), np.array([0]), finished([6, 1]))  # not yet sorted, but finished
+    history.save(path)
+    again = sd.SuffixHistory(target, capacity=128)
+    again.restore(path)
+    assert again._ids.tolist() == [*history._ids, 6, 1, 7, 2, 0]
+    other = sd.SuffixHistory(tiny_t5(0, vocab=V + 1))
+    with pytest.raises(ValueError, match="kept.suffix: got texts of another vocabulary"):
+        other.restore(path)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ValueError, match="kept.suffix: got a damaged file"):
+        again.restore(path)
+
+
+def test_arguments_are_checked(target):
+    for make, message in (
+        (lambda: sd.SuffixDrafter(factor=-1), "factor: got -1, expected a number from 0 to 64"),
+        (lambda: sd.SuffixDrafter(least_share="x"), "least_share: got 'x'"),
+        (lambda: sd.SuffixDrafter(min_match=0), "min_match: got 0"),
+        (lambda: sd.SuffixHistory(target, capacity=100), "capacity: got 100, expected a power of"),
+        (lambda: sd.SuffixHistory(target, sd.PromptLookupDrafter()), "history: got .*, expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+# --- Files ---
+
+
+@parametrize("vocab", [2**16, 2**16 - 1], first=1)
+def test_a_file_is_mapped_and_drafts_as_in_memory(tmp_path, vocab):
+    """65,536 ids and the end of a sequence do not fit into 16 bits."""
+    sequences, path = [[3, 4, vocab - 1, 6, 0, 7], [vocab - 1, 6, 8]], tmp_path / "a.suffix"
+    sd.SuffixDrafter.save_texts(path, sequences, vocab)
+    drafter = sd.SuffixDrafter.load(path, factor=3)
+    assert drafter.text.ids.dtype == ("uint16" if vocab < 2**16 else "int32")
+    assert find(drafter, [0, vocab - 1])[0][0] == [6, 8], "the latest is most like a prompt"
+    assert find(drafter, [3, 4])[0][0] == [vocab - 1, 6, 0, 7]
+    for leaf in (drafter.text.ids, drafter.text.order):  # whole pages of the file
+        assert leaf.unsafe_buffer_pointer() % 4096 == 0
+    assert not drafter.remembers and drafter.vocab_size == vocab
+
+
+def test_files_of_other_vocabularies_are_rejected(target, tmp_path):
+    path = tmp_path / "a.suffix"
+    sd.SuffixDrafter.save_texts(path, [[3, 4]], V + 1, Words())
+    assert sd.SuffixDrafter.load(path, Words()).fingerprint == Words().fingerprint()
+    with pytest.raises(ValueError, match="a.suffix: got sorted text of 25 ids of another vocab"):
+        sd.SuffixDrafter.load(path, Words(1))
+    with pytest.raises(ValueError, match="drafter: got sorted text of .* ids, expected at most"):
+        sd.generate(target, INPUTS[:1], drafter=sd.SuffixDrafter.load(path))
+    with pytest.raises(ValueError, match="sequences: got id 24, expected ids from 0 to 23"):
+        sd.SuffixDrafter.save_texts(path, [[3], [24]], 24)
+    with pytest.raises(ValueError, match="sequences: got no id at all"):
+        sd.SuffixDrafter.save_texts(path, [[]], 24)
