@@ -145,7 +145,7 @@ class Backend:
         return xla.attend(query, cross, mask[:, None, None, :], None, heads, heads_per_tile)
 
     def attend_to_inputs(
-        self, qkv: Projected, mask: Mask, bias: Float[Array, "H D"] | None, heads: AttentionShape
+        self, qkv: Projected, mask: Mask, bias: Float[Array, "H Z"] | None, heads: AttentionShape
     ) -> States:
         """Attends to all tokens of an encoder's inputs, which are True in `mask`.
 
@@ -206,7 +206,7 @@ class CPUBackend(Backend):
         )
 
     def attend_to_inputs(
-        self, qkv: Projected, mask: Mask, bias: Float[Array, "H D"] | None, heads: AttentionShape
+        self, qkv: Projected, mask: Mask, bias: Float[Array, "H Z"] | None, heads: AttentionShape
     ) -> States:
         bias = jnp.zeros((heads.count, 0)) if bias is None else bias
         return packed_weights.attend_to_inputs(qkv[0], bias, _count_tokens(mask), heads.divisor)

@@ -1,8 +1,8 @@
 """Helpers that the families' readers of a Hugging Face config.json share."""
 
-import pathlib
 from typing import Any
 
+from specdec_jax.files.places import AnyPath
 from specdec_jax.files.reading import mismatch_error, quote_value
 
 
@@ -19,7 +19,7 @@ def read_fields(options: dict, names: dict[str, str], defaults: dict[str, Any]) 
 
 
 def choose_value(
-    path: pathlib.Path, options: dict, name: str, default: str, known: dict[str, Any]
+    path: AnyPath, options: dict, name: str, default: str, known: dict[str, Any]
 ) -> Any:
     """Returns the meaning of an option of config.json; raises ValueError for unknown values."""
     value = options.get(name, default)
@@ -28,7 +28,7 @@ def choose_value(
     return known[value]
 
 
-def check_fixed(path: pathlib.Path, options: dict, fixed: dict[str, Any]) -> None:
+def check_fixed(path: AnyPath, options: dict, fixed: dict[str, Any]) -> None:
     """Raises ValueError if an option of config.json has another value than the one supported."""
     for name, expected in fixed.items():
         if options.get(name, expected) != expected:

@@ -1,11 +1,11 @@
 """Hugging Face's Gemma 2 and 3, T5Gemma 1 and 2: config.json and names of tensors; read only."""
 
-import pathlib
 import re
 from typing import Any, NamedTuple
 
 from specdec_jax.checkpoints.huggingface_config import check_fixed, choose_value, read_fields
 from specdec_jax.checkpoints.stored_tensor import Parameters, is_same_tensor
+from specdec_jax.files.places import AnyPath
 from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.models.config_validation import build
 from specdec_jax.models.gemma import GemmaConfig, T5GemmaConfig
@@ -82,7 +82,7 @@ _OWN = "emb_dim", "mlp_dim", "num_heads", "num_kv_heads", "windows"
 
 
 def open_model(
-    folder: pathlib.Path, options: dict, tensors: Parameters
+    folder: AnyPath, options: dict, tensors: Parameters
 ) -> tuple[GemmaConfig, Parameters]:
     """Returns the configuration that config.json gives, and the tensors by our names."""
     path, tied = folder / "config.json", options.get("tie_word_embeddings", True)
@@ -109,14 +109,14 @@ def open_model(
     return config, _rename_tensors(folder, config, tensors)
 
 
-def _nested(path: pathlib.Path, options: dict, name: str) -> dict:
+def _nested(path: AnyPath, options: dict, name: str) -> dict:
     """Returns the part of config.json that describes a stack."""
     if not isinstance(stack := options.get(name, {}), dict):
         raise mismatch_error(f"{path}: {name}", quote_value(stack), "an object")
     return stack
 
 
-def _read_stack(path: pathlib.Path, options: dict, kind: _Kind) -> dict[str, Any]:
+def _read_stack(path: AnyPath, options: dict, kind: _Kind) -> dict[str, Any]:
     """Returns the fields that describe a decoder or, by the same names, an encoder."""
     check_fixed(path, options, _FIXED)
     if options.get("use_bidirectional_attention"):
@@ -135,7 +135,7 @@ def _read_stack(path: pathlib.Path, options: dict, kind: _Kind) -> dict[str, Any
     )
 
 
-def _read_rotary(path: pathlib.Path, options: dict, kind: _Kind) -> dict[str, Any]:
+def _read_rotary(path: AnyPath, options: dict, kind: _Kind) -> dict[str, Any]:
     """Returns the fields of rotary positions."""
     name = "rope_parameters"
     given = options.get(name)
@@ -173,7 +173,7 @@ def _read_angles(place: str, rope: Any, scaling: Any) -> tuple[Any, Any]:
     return rope.get("rope_theta"), rope.get("factor", 1.0) if name == "linear" else 1.0
 
 
-def _read_windows(path: pathlib.Path, options: dict, kind: _Kind, layers: Any) -> tuple[int, ...]:
+def _read_windows(path: AnyPath, options: dict, kind: _Kind, layers: Any) -> tuple[int, ...]:
     """Returns the windows of the layers, as few as say it: after the last, the first again."""
     kinds, window = options.get("layer_types"), options.get("sliding_window", 4096)
     name, known = "sliding_window_pattern", (_SLIDING, _FULL)
@@ -258,7 +258,7 @@ def tensor_name(name: str, decoder_only: bool) -> str:
     return ".".join([*names, "weight"])
 
 
-def _rename_tensors(folder: pathlib.Path, config: GemmaConfig, given: Parameters) -> Parameters:
+def _rename_tensors(folder: AnyPath, config: GemmaConfig, given: Parameters) -> Parameters:
     """Returns the tensors by our names; unknown ones keep theirs."""
     tensors: Parameters = {}
     for name, tensor in given.items():
@@ -284,7 +284,7 @@ def _rename_tensors(folder: pathlib.Path, config: GemmaConfig, given: Parameters
     return renamed | tensors
 
 
-def list_notes(folder: pathlib.Path, tensors: Parameters) -> tuple[str, ...]:
+def list_notes(folder: AnyPath, tensors: Parameters) -> tuple[str, ...]:
     """Returns a line about tensors that are left out."""
     count = sum(bool(_IMAGES.fullmatch(_shorten(name))) for name in tensors)
     line = f"{folder}: left out {count} tensors that read images; inputs are text"
@@ -296,7 +296,7 @@ def _shorten(name: str) -> str:
     return re.sub(r"^encoder\.text_model\.", "encoder.", re.sub(_PREFIXES, "", name))
 
 
-def _merge_copies(folder: pathlib.Path, tensors: Parameters) -> None:
+def _merge_copies(folder: AnyPath, tensors: Parameters) -> None:
     """Leaves one of each pair of tensors that both stacks of a T5Gemma 2 share."""
     for last in ("weight", "eoi_embedding"):
         ours, copy = (f"{stack}.embed_tokens.{last}" for stack in ("decoder", "encoder"))

@@ -1,10 +1,10 @@
 """Hugging Face's GPT-2: config.json and the names of tensors; read only."""
 
-import pathlib
 import re
 
 from specdec_jax.checkpoints.huggingface_config import check_fixed, choose_value, read_fields
 from specdec_jax.checkpoints.stored_tensor import Parameters
+from specdec_jax.files.places import AnyPath
 from specdec_jax.models.config_validation import build
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.parameters import parameter_shapes
@@ -36,15 +36,13 @@ _FIELDS = {
 }
 
 
-def open_model(
-    folder: pathlib.Path, options: dict, tensors: Parameters
-) -> tuple[GPTConfig, Parameters]:
+def open_model(folder: AnyPath, options: dict, tensors: Parameters) -> tuple[GPTConfig, Parameters]:
     """Returns the configuration that config.json gives, and the tensors by our names."""
     config = _read_config(folder, options)
     return config, _rename_tensors(tensors, config, folder)
 
 
-def _read_config(folder: pathlib.Path, options: dict) -> GPTConfig:
+def _read_config(folder: AnyPath, options: dict) -> GPTConfig:
     path, width = folder / "config.json", options.get("n_embd")
     width = 768 if width is None else width
     check_fixed(path, options, _FIXED)
@@ -94,7 +92,7 @@ def tensor_name(name: str) -> str:
     return f"h.{layer.removeprefix('layers_')}.{_PLACES[place]}.{last}"
 
 
-def _rename_tensors(given: Parameters, config: GPTConfig, folder: pathlib.Path) -> Parameters:
+def _rename_tensors(given: Parameters, config: GPTConfig, folder: AnyPath) -> Parameters:
     """Returns the tensors by our names; unknown ones keep their names.
 
     Weights other than the head's are `[in, out]` already.

@@ -1,10 +1,10 @@
 """Hugging Face's T5, Flan-T5, mT5, umT5, UL2 and ByT5: config.json and names of tensors."""
 
-import pathlib
 from typing import Any
 
 from specdec_jax.checkpoints.huggingface_config import check_fixed, choose_value, read_fields
 from specdec_jax.checkpoints.stored_tensor import Parameters, StoredTensor, is_same_tensor
+from specdec_jax.files.places import AnyPath
 from specdec_jax.models.config_validation import build
 from specdec_jax.models.parameters import parameter_shapes
 from specdec_jax.models.t5 import T5Config
@@ -54,9 +54,7 @@ _FIELDS = {
 }
 
 
-def open_model(
-    folder: pathlib.Path, options: dict, tensors: Parameters
-) -> tuple[T5Config, Parameters]:
+def open_model(folder: AnyPath, options: dict, tensors: Parameters) -> tuple[T5Config, Parameters]:
     """Returns the configuration that config.json and tensors give, and the tensors by our names."""
     places = {
         part: next((name for name in names if name in tensors), _SHARED)
@@ -77,7 +75,7 @@ def _is_same_tensor(tensors: Parameters, name: str, other: str) -> bool:
 
 
 def _read_config(
-    folder: pathlib.Path, options: dict, separate_head: bool, separate_embeddings: bool
+    folder: AnyPath, options: dict, separate_head: bool, separate_embeddings: bool
 ) -> T5Config:
     """Returns config.json as our configuration.
 

@@ -369,7 +369,7 @@ class Attention(nn.Module):
         x: Encoded,
         norm: Callable,
         mask: Mask,
-        bias: Float[Array, "H D"] | None,
+        bias: Float[Array, "H Z"] | None,
         dropout: Callable,
         rotation: Rotation | None = None,
     ) -> Encoded:
