@@ -296,3 +296,17 @@ def test_what_is_rejected():
 def test_its_name_on_the_command_line():
     drafter = make_named_drafter("recycling", TARGET, None, None)
     assert drafter == own() and drafter.name == "token recycling" and drafter.kinds == POINTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [own, lambda: sd.LookaheadDecoding(3, 3, 2)])
+def test_streams_give_what_generate_gives(make):
+    options = dict(drafter=make(), max_new_tokens=12, decoder_prefix=[PREFIXES[3]], key=KEY)
+    options |= dict(sampling=sd.SamplingConfig(temperature=0.9), eos_ids=(8,))
+    whole = sd.generate(TARGET, INPUTS[3:4], **options)
+    state, request = prepare(TARGET, INPUTS[3:4], **options)
+    while not np.all(state.done):
+        state = sd.advance(request.network, request.drafter, state, np.int32(1))
+    result = sd.finish(TARGET, state, request)
+    np.testing.assert_array_equal(result.tokens, whole.tokens)
+    assert result.stats.accepted == whole.stats.accepted
