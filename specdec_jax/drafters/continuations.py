@@ -268,16 +268,16 @@ def follow_passages(
     """
     weights = jnp.where(ids[:, :, 0] < 0, 0, weights)
     first, _ = find_best(ids[:, :, 0], sum_weights(ids[:, :, 0], weights), count)
+    least = least_share * jnp.repeat(jnp.sum(weights, axis=1, keepdims=True), count, axis=0)
     passages, alive = jnp.repeat(ids, count, axis=0), jnp.repeat(weights, count, axis=0)
-    least = least_share * jnp.sum(alive, axis=1, keepdims=True)
-    chosen, found = first.reshape(-1, 1), []
-    for step in range(ids.shape[2]):
-        here = passages[:, :, step]
-        if step:
-            alive = jnp.where(here < 0, 0, alive)
-            chosen, _ = find_best(here, sum_weights(here, alive), 1)
+    alive = jnp.where(passages[:, :, 0] == first.reshape(-1, 1), alive, 0)
+
+    def follow(alive: jax.Array, here: jax.Array) -> tuple[jax.Array, jax.Array]:
+        alive = jnp.where(here < 0, 0, alive)
+        chosen, _ = find_best(here, sum_weights(here, alive), 1)
         alive = jnp.where(here == chosen, alive, 0)
         enough = jnp.sum(alive, axis=1, keepdims=True) >= least
-        alive = jnp.where(enough, alive, 0)
-        found.append(jnp.where(enough, chosen, -1)[:, 0])
-    return jnp.stack(found, axis=1).reshape(*first.shape, -1)
+        return jnp.where(enough, alive, 0), jnp.where(enough, chosen, -1)[:, 0]
+
+    _, found = jax.lax.scan(follow, alive, jnp.moveaxis(passages, 2, 0))
+    return jnp.moveaxis(found, 0, 1).reshape(*first.shape, -1)
