@@ -191,6 +191,7 @@ def test_output_of_sampled_rows(shape, verifier):
     assert 0 < result.stats.accepted < result.stats.drafted
 
 
+@pytest.mark.slow
 def test_a_row_begins_with_an_empty_table():
     """Refilled rows draft what they draft alone; a shared table knows what rows before learnt."""
     inputs, options = INPUTS[:8], dict(max_new_tokens=12, gamma=3, eos_ids=(8,))
