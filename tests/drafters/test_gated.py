@@ -128,6 +128,7 @@ def test_output_is_that_of_plain_decoding(name, verifier):
     assert 0 < result.stats.accepted < result.stats.drafted
 
 
+@pytest.mark.slow
 def test_fewer_wrong_tokens_are_drafted():
     options = dict(max_new_tokens=40, eos_ids=(), gamma=4)
     found, expected = (

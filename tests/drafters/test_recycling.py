@@ -203,6 +203,7 @@ def decode_refilled(drafter) -> dict:
     return dict(sd.decode_stream(TARGET, INPUTS[:8], batch_size=2, drafter=drafter, **REFILLED))
 
 
+@pytest.mark.slow
 def test_a_row_begins_with_an_empty_table():
     """Refilled rows draft what they draft alone."""
     expected, refilled = decode_alone(), decode_refilled(own())
