@@ -291,7 +291,7 @@ def without_encoder(name):
     target = load(name)
     if target.config.decoder_only:
         row = golden(name)["greedy"][0]
-        return sd.NGramDrafter.count([row[row >= 0].tolist()], 48, 2)
+        return sd.NGramDrafter.count([row[row >= 0].tolist()], 48, 2, start_token=2)
     shape = dict(num_heads=2, head_dim=8, num_encoder_layers=0, num_decoder_layers=1, mlp_dim=16)
     shape |= dict(vocab_size=48, emb_dim=16, encoder_dim=target.config.encoded_dim)
     ids = dict(start_token=target.start_token, eos_ids=target.eos_ids)
