@@ -29,7 +29,7 @@ from specdec_jax.models.network import Network
 from specdec_jax.tokenizers import huggingface_folders
 from specdec_jax.tokenizers.vocabularies import TokenizerJsonVocabulary
 
-NAMES = ("t5gemma_capped", "gemma2_capped", "gemma2_plain", "t5gemma_plain")
+NAMES = ("t5gemma_capped", "gemma2_plain", "gemma2_capped", "t5gemma_plain")
 NAMES += ("gemma3_text", "t5gemma2")
 pytestmark = pytest.mark.usefixtures("quick")
 
