@@ -42,7 +42,8 @@ class ModelOptions:
     Each field's help is in its metadata.
 
     Attributes:
-      target: model whose output you want: a checkpoint's folder or a bundled name (ende/target)
+      target: model whose output you want: a checkpoint's folder, here or at a URL such as
+        gs://bucket/model, or a bundled name (ende/target)
       shortlist_size: let a drafting model propose only this many ids, the most frequent ones, so
         that its last layer is smaller; 0: all
       shortlist: table (.npz) of `specdec count` that says which ids are frequent (default: the
