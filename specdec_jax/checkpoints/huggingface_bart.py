@@ -8,7 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec_jax.checkpoints.huggingface_config import choose_value, read_fields
-from specdec_jax.checkpoints.stored_tensor import Parameters, StoredTensor, is_same_tensor
+from specdec_jax.checkpoints.stored_tensor import (
+    Parameters,
+    StoredTensor,
+    fill_rows,
+    is_same_tensor,
+)
 from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.models.bart import BartConfig
 from specdec_jax.models.config_validation import build
@@ -83,29 +88,29 @@ class _Kind(NamedTuple):
 
     Attributes:
       norm_place, embedding_norm, logits_bias: as in `BartConfig`.
-      make_positions: `(rows, D, id of padding)` -> the table where the file has none; None: the
-        file's, without its first two rows.
+      make_positions: `(numbers of rows, D, id of padding)` -> these rows of the table where the
+        file has none; None: the file's, without its first two rows.
       activation: the default of config.json.
     """
 
     norm_place: str
     embedding_norm: bool
     logits_bias: bool
-    make_positions: Callable[[int, int, int], np.ndarray] | None
+    make_positions: Callable[[np.ndarray, int, int], np.ndarray] | None
     activation: str = "gelu"
 
 
-def _make_halves(rows: int, width: int, pad: int) -> np.ndarray:
+def _make_halves(rows: np.ndarray, width: int, pad: int) -> np.ndarray:
     """Returns the sines of Marian and Pegasus and, after them, the cosines."""
-    angles = np.arange(rows)[:, None] / np.power(10000, 2 * np.arange(-(-width // 2)) / width)
+    angles = rows[:, None] / np.power(10000, 2 * np.arange(-(-width // 2)) / width)
     return np.concatenate([np.sin(angles), np.cos(angles[:, : width // 2])], axis=1)
 
 
-def _make_m2m(rows: int, width: int, pad: int) -> np.ndarray:
+def _make_m2m(rows: np.ndarray, width: int, pad: int) -> np.ndarray:
     """Returns the sines and cosines of M2M-100, whose first row comes after that of padding."""
     half = width // 2
     steps = np.exp(np.arange(half, dtype=np.float32) * np.float32(-np.log(10000) / (half - 1)))
-    angles = np.arange(pad + 1, pad + 1 + rows, dtype=np.float32)[:, None] * steps
+    angles = (rows + (pad + 1)).astype(np.float32)[:, None] * steps
     table = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
     return np.pad(table, ((0, 0), (0, width % 2)))
 
@@ -237,10 +242,14 @@ def _read_positions(
     table = tensors.pop(f"{name.split('/')[0]}.{_POSITIONS}", None)
     if table is None and make is not None:
 
-        def fill(dtype: np.dtype) -> np.ndarray:
-            return make(*shape, config.pad_id).astype(dtype)
+        def make_rows(start: int, stop: int) -> np.ndarray:
+            return make(np.arange(start, stop), config.emb_dim, config.pad_id)
 
-        return {name: StoredTensor.from_function(shape, fill, "float32")}
+        # By blocks: the angles of a whole table, in float64, would take five times its memory.
+        def read(dtype: np.dtype, transpose: bool) -> np.ndarray:
+            return fill_rows(shape, make_rows, dtype, transpose)
+
+        return {name: StoredTensor(shape, read, "float32")}
     if table is not None and make is None and table.shape == (shape[0] + 2, shape[1]):
         table = _take(table, slice(2, None), shape)
     return {} if table is None else {name: table}

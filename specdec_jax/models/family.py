@@ -73,6 +73,11 @@ class ModelConfig:
         return self.emb_dim
 
     @property
+    def input_vocab_size(self) -> int:
+        """Number of ids that an input may have, the logits' where there is one vocabulary."""
+        return self.vocab_size
+
+    @property
     def logits_via_embedding(self) -> bool:
         return False
 
