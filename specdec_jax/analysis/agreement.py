@@ -70,9 +70,10 @@ def agreement(
     # An id that the drafter lacks is read as its last one, as in the decode loop.
     last = drafter.config.vocab_size - 1
     encoder = {"encoder": target} if drafter.config.encoder_dim is not None else {}
-    draft_logits = drafter.logits(
-        np.minimum(padded, last), np.minimum(fed, last), input_lengths, **encoder
-    )
+    # An encoder of the target's own reads all of its ids.
+    reads = last if drafter.config.shares_vocabulary else drafter.config.input_vocab_size - 1
+    read = padded if encoder else np.minimum(padded, reads)
+    draft_logits = drafter.logits(read, np.minimum(fed, last), input_lengths, **encoder)
     rows = config.rows(len(tokens), target.config.vocab_size)
     eos_ids = np.tile(np.array(target.eos_ids or (-1,), np.int32), (len(tokens), 1))
     starts = np.ones_like(input_lengths)

@@ -3,7 +3,7 @@
 import pathlib
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -137,15 +137,15 @@ def _read_config(path: pathlib.Path, options: dict) -> BartConfig:
     kind = _KINDS[options["model_type"]]
     defaults = _DEFAULTS | _OTHER_SIZES.get(options["model_type"], {})
     defaults["scale_embedding"] = options["model_type"] == "m2m_100"
-    fields = read_fields(options, _FIELDS, defaults)
+    fields: dict[str, Any] = read_fields(options, _FIELDS, defaults)
     others = dict(num_heads="decoder_attention_heads", mlp_dim="decoder_ffn_dim")
     for name, value in read_fields(options, others, defaults).items():
         if value != fields[name]:
             expected = f"{_FIELDS[name]} = {quote_value(fields[name])}"
             raise mismatch_error(f"{path}: {others[name]}", quote_value(value), expected)
-    if options.get("share_encoder_decoder_embeddings", True) is not True:
-        name = "share_encoder_decoder_embeddings"
-        raise mismatch_error(f"{path}: {name}", quote_value(options[name]), "true")
+    if not _shares_embedding(path, options):
+        fields["encoder_vocab_size"] = fields["vocab_size"]
+        fields["vocab_size"] = options.get("decoder_vocab_size") or fields["vocab_size"]
     name = "activation_function"
     fields |= dict(
         mlp_activation=choose_value(path, options, name, kind.activation, _ACTIVATIONS),
@@ -156,8 +156,20 @@ def _read_config(path: pathlib.Path, options: dict) -> BartConfig:
     return build(BartConfig, fields, path, _FIELDS)
 
 
+def _shares_embedding(path: pathlib.Path, options: dict) -> bool:
+    """Returns whether encoder and decoder have one embedding; only a Marian may have two."""
+    name = "share_encoder_decoder_embeddings"
+    shares = options.get(name, True)
+    known = (True, False) if options["model_type"] == "marian" else (True,)
+    if shares not in known or not isinstance(shares, bool):
+        expected = " or ".join("true" if one else "false" for one in known)
+        raise mismatch_error(f"{path}: {name}", quote_value(shares), expected)
+    return shares
+
+
 # All tensors of an embedding that is tied; the first that is there is read.
-_EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+_ENCODER, _DECODER = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
+_EMBEDDINGS = ("shared.weight", _ENCODER, _DECODER)
 _HEAD, _BIAS, _POSITIONS = "lm_head.weight", "final_logits_bias", "embed_positions.weight"
 # What old files hold beside the parameters: numbers of versions, and M2M-100's own table.
 _UNUSED = re.compile(r"(encoder|decoder)\.(version|embed_positions\.(weights|_float_tensor))")
@@ -207,9 +219,14 @@ def _rename_tensors(
             folder, f"two tensors that are {twice}, with and without model.", "one"
         )
     tensors = {name: tensor for name, tensor in tensors.items() if not _UNUSED.fullmatch(name)}
-    tied = (*_EMBEDDINGS, _HEAD) if config.logits_via_embedding else _EMBEDDINGS
+    known: tuple[str, ...] = _EMBEDDINGS
+    renamed: Parameters = {}
+    if not config.shares_vocabulary:
+        known = (_DECODER,)
+        if _ENCODER in tensors:
+            renamed["encoder_embedder/embedding"] = tensors.pop(_ENCODER)
+    tied = (*known, _HEAD) if config.logits_via_embedding else known
     copies = {name: tensors.pop(name) for name in tied if name in tensors}
-    renamed = {}
     for name, tensor in copies.items():
         if not is_same_tensor(tensor, renamed.setdefault("token_embedder/embedding", tensor)):
             raise mismatch_error(f"{folder}: {name}", "another embedding", next(iter(copies)))
@@ -218,7 +235,7 @@ def _rename_tensors(
             renamed[name] = _read_bias(config, tensors)
         elif name.endswith("position_embedder/embedding"):
             renamed |= _read_positions(name, config, options, tensors)
-        elif name != "token_embedder/embedding":
+        elif name not in ("token_embedder/embedding", "encoder_embedder/embedding"):
             theirs = _HEAD if name == "decoder/logits_dense/kernel" else tensor_name(name)
             if (found := tensors.pop(theirs, None)) is not None:
                 renamed[name] = found.transposed() if name.endswith("/kernel") else found

@@ -78,6 +78,11 @@ class ModelConfig:
         return self.vocab_size
 
     @property
+    def shares_vocabulary(self) -> bool:
+        """Whether an id is the same token in an input as in an output."""
+        return True
+
+    @property
     def logits_via_embedding(self) -> bool:
         return False
 

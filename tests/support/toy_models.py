@@ -213,6 +213,7 @@ class HashModel:
         self.config = types.SimpleNamespace(
             vocab_size=vocab_size,
             input_vocab_size=vocab_size,
+            shares_vocabulary=True,
             emb_dim=vocab_size,
             dtype="float32",
             encoder_dim=None,
@@ -277,6 +278,7 @@ class EchoModel:
             types.SimpleNamespace(
                 vocab_size=vocabulary.size,
                 input_vocab_size=vocabulary.size,
+                shares_vocabulary=True,
                 encoder_dim=None,
                 decoder_only=False,
                 max_positions=None,
