@@ -183,6 +183,16 @@ def list_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def check_encoder(name: str, config: ModelConfig) -> ModelConfig:
+    """Returns `config` if it has an encoder, of its own or another model's.
+
+    Else raises ValueError, which names the argument `name`.
+    """
+    if config.decoder_only:
+        raise mismatch_error(name, "a decoder-only model", "a model with an encoder")
+    return config
+
+
 def check_uses_backend(config: ModelConfig, got: str) -> None:
     """Raises ValueError unless a network uses its backend, which `got` needs."""
     if not config.uses_backend:

@@ -108,7 +108,8 @@ DRAFTERS = {
 
 def shortlisted(name):
     drafter = draft(name)
-    return sd.ModelDrafter(drafter.model, shortlist=sorted({1, *range(0, 48, 2)}))
+    ids = {1, *range(0, drafter.model.config.vocab_size, 2)}
+    return sd.ModelDrafter(drafter.model, shortlist=sorted(ids))
 
 
 @pytest.mark.slow
@@ -117,6 +118,8 @@ def shortlisted(name):
 def test_drafts_change_no_token(kind, name):
     if (kind, name) == ("prompt lookup", "marian_separate"):
         pytest.skip("inputs are not copied")
+    if (kind, name) == ("early exit", "marian"):
+        pytest.skip("it has one layer")
     plain = plain_options(name) | (dict(num_beams=4) if kind == "beams" else {})
     expected = decode(name, **plain)
     given = plain | DRAFTERS[kind](name)
