@@ -3,7 +3,6 @@
 `scripts/write_golden_bart.py` describes the files.
 """
 
-import functools
 import json
 import shutil
 import tracemalloc
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from golden_bart import NAMES, decode, draft, golden, load, plain_options
 from golden_models import GOLDEN
 from tiers import parametrize
 
@@ -19,50 +19,10 @@ import specdec_jax as sd
 from specdec_jax.analysis.agreement import agreement
 from specdec_jax.checkpoints import huggingface_bart, native_format
 from specdec_jax.drafters.assisted import AssistedNGramDrafter
-from specdec_jax.models import parameters
 from specdec_jax.models.bart import BartConfig
 from specdec_jax.tokenizers import huggingface_folders, piece_tables
 
-NAMES = ("marian", "bart", "mbart", "pegasus", "m2m_100", "marian_separate")
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-@functools.cache
-def load(name):
-    return sd.load(GOLDEN / "hf_bart" / name, "float32", say=lambda line: None)
-
-
-@functools.cache
-def golden(name):
-    return dict(np.load(GOLDEN / "hf_bart" / name / "io.npz"))
-
-
-@functools.cache
-def draft(name):
-    """A smaller model of the same kind, which agrees with the target now and then."""
-    target = load(name)
-    config = target.config.replace(num_decoder_layers=1, num_encoder_layers=1)
-    shapes, params = parameters.parameter_shapes(config), parameters.flatten(target.params)
-    tree = parameters.unflatten({key: params[key] for key in shapes})
-    ids = dict(start_token=target.start_token, eos_ids=target.eos_ids)
-    return sd.ModelDrafter(sd.LanguageModel(config, tree, **ids))
-
-
-def decode(name, **options):
-    """Returns new tokens, −1 after the EOS."""
-    numbers = golden(name)
-    rows = [row[:n].tolist() for row, n in zip(numbers["inputs"], numbers["input_lengths"])]
-    result = sd.generate(load(name), rows, **options)
-    made = np.full_like(numbers["greedy"], -1)
-    for row, tokens, count in zip(made, result.tokens, result.lengths):
-        row[:count] = tokens[:count]
-    return made
-
-
-def plain_options(name):
-    pad = load(name).generation_config.bad_words_ids[0][0]
-    sampling = sd.SamplingConfig(forbidden_tokens=(pad,), no_repeat_ngram=2)
-    return dict(generation_config=None, sampling=sampling, max_new_tokens=14)
 
 
 @pytest.mark.parametrize("name", NAMES)

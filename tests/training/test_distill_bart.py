@@ -80,7 +80,9 @@ def test_a_bart_learns_from_a_bart(tmp_path):
 
 def test_what_cannot_be_distilled_is_rejected(tmp_path):
     target = prepare("m2m_100", tmp_path)
-    with pytest.raises(ValueError, match="target: got 96 positions, expected at least 128, of buck"):
+    with pytest.raises(
+        ValueError, match="target: got 96 positions, expected at least 128, of buck"
+    ):
         distill.run(configure(tmp_path, buckets=(128,)))
     with pytest.raises(ValueError, match="target_language: got 'xx', expected one of af"):
         distill.run(configure(tmp_path, source_language="fr", target_language="xx"))
