@@ -51,9 +51,9 @@ def run(config: DistillConfig, on_start: Callable[[], object] = lambda: None) ->
         positions, longest = shape.max_positions, config.buckets[-1]
         if positions is not None and positions < longest:
             raise mismatch_error(name, f"{positions} positions", f"at least {longest}, of buckets")
-    if target.encoder_dim is not None or model.encoder_dim not in (None, target.emb_dim):
+    if target.encoder_dim is not None or model.encoder_dim not in (None, target.encoded_dim):
         shared = target.encoder_dim is not None
-        got = "no encoder" if shared else f"an encoder of width {target.emb_dim}"
+        got = "no encoder" if shared else f"an encoder of width {target.encoded_dim}"
         expected = f"one of width {model.encoder_dim}" if model.encoder_dim else "one of its own"
         raise ValueError(f"target: got {config.target} with {got}, expected {expected}")
     vocabulary = _read_vocabulary(config, target.vocab_size)

@@ -43,9 +43,7 @@ LANGUAGES = {
 }
 
 
-def read_languages(
-    folder: AnyPath, options: dict, kind: str, ids: Mapping[str, int]
-) -> Languages:
+def read_languages(folder: AnyPath, options: dict, kind: str, ids: Mapping[str, int]) -> Languages:
     """Returns the languages of a folder's tokenizer of one of the classes in `LANGUAGES`.
 
     Args:

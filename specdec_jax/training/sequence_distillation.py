@@ -104,7 +104,7 @@ class DistillConfig(TeacherConfig):
             return check_encoder("drafter", loader.load_shape(self.drafter)).replace(**rounding)
         shape: dict[str, Any] = dict(zip(_SHAPE, self.drafter_shape))
         if not shape["num_encoder_layers"]:
-            shape["encoder_dim"] = target.emb_dim
+            shape["encoder_dim"] = target.encoded_dim
         if isinstance(target, T5Config):
             return target.replace(**shape, **rounding)
         shape["logits_via_embedding"] = target.logits_via_embedding

@@ -416,9 +416,9 @@ def _load_teacher(config: TrainConfig) -> LanguageModel | None:
     expect(same_width, "teacher", f"{shape.vocab_size} logits", expected)
     expected = "a model with an encoder of its own"
     expect(shape.encoder_dim is None, "teacher", config.teacher, expected)
-    same_width = model.encoder_dim in (None, shape.emb_dim)
+    same_width = model.encoder_dim in (None, shape.encoded_dim)
     expected = f"model.encoder_dim = {model.encoder_dim}"
-    expect(same_width, "teacher", f"an encoder of width {shape.emb_dim}", expected)
+    expect(same_width, "teacher", f"an encoder of width {shape.encoded_dim}", expected)
     return teacher
 
 
