@@ -286,7 +286,8 @@ def run(
     if read_examples is not None:
         source = read_examples(target, output_length=most)
     else:
-        ids = encode(target, sentences, config.max_input_length)
+        languages = config.source_language, config.target_language
+        ids = encode(target, sentences, config.max_input_length, *languages)
         source = Sentences(ids, sentences, options.json)
         lengths = [len(row) if is_decoder_only(target) else 1 for row in ids]
         drafts = drafter if options.drafts else None

@@ -20,6 +20,7 @@ from specdec_jax.drafters.drafting import (
     point_mass,
 )
 from specdec_jax.drafters.tree_levels import Children, Level, draft_children, draft_tree
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.state import AnyRows, DecodeState, Draft
 from specdec_jax.speculative.trees import CHILDREN, POINTS
@@ -176,6 +177,16 @@ def _count_drafted(state: AnyRows, tokens: Int[Array, "B G"]) -> Int[Array, " B"
     is_eos = jnp.any(tokens[:, :, None] == state.eos_ids[:, None, :], axis=-1)
     ends = jnp.where(tokens < 0, 0, jnp.where(is_eos, 1, tokens.shape[1]))
     return jnp.min(jnp.arange(tokens.shape[1]) + ends, axis=1)
+
+
+def check_copying(target: LanguageModel, name: str) -> None:
+    """Raises ValueError if the ids of the target's inputs are those of another vocabulary.
+
+    `name` is that of a drafter which copies them into outputs.
+    """
+    if not target.config.shares_vocabulary:
+        expected = "one that does not copy: ids of inputs are other tokens than those of outputs"
+        raise ValueError(f"drafter: got {name}, expected {expected}")
 
 
 def repeat_inputs(inputs: jax.Array, input_lengths: jax.Array, batch: int) -> Inputs:
