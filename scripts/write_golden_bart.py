@@ -72,6 +72,20 @@ MODELS: dict[str, tuple[str, dict, dict, str]] = {
         dict(forced_eos_token_id=0, length_penalty=1.0),
         "pytorch_model.bin",
     ),
+    "marian_separate": (
+        "MarianMTModel",
+        dict(
+            pad_token_id=2,
+            eos_token_id=0,
+            decoder_start_token_id=2,
+            activation_function="swish",
+            scale_embedding=True,
+            share_encoder_decoder_embeddings=False,
+            decoder_vocab_size=VOCAB - 8,
+        ),
+        dict(forced_eos_token_id=0),
+        "model.safetensors",
+    ),
     "pegasus": (
         "PegasusForConditionalGeneration",
         dict(
@@ -105,7 +119,7 @@ def build_model(name: str) -> Any:
     model = getattr(transformers, kind)(config).eval()
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
-            if "embed_positions" in key and name in ("marian", "pegasus"):
+            if "embed_positions" in key and kind.startswith(("Marian", "Pegasus")):
                 continue  # sines
             scale = 1.0 if "norm" in key and key.endswith("weight") else 0.0
             # So that outputs depend on more than the last token, whose embedding is the head's.
@@ -151,7 +165,8 @@ def write_model(name: str, folder: pathlib.Path) -> None:
     inputs = rng.integers(4, VOCAB - 5, (4, LENGTH)).astype(np.int32)
     inputs[np.arange(LENGTH) >= lengths[:, None]] = pad
     inputs[np.arange(4), lengths - 1] = eos
-    forced = rng.integers(4, VOCAB - 5, (4, TARGET)).astype(np.int32)
+    outputs = options.get("decoder_vocab_size", VOCAB)
+    forced = rng.integers(4, outputs - 5, (4, TARGET)).astype(np.int32)
     forced[:, 0] = start
     given = dict(
         input_ids=torch.tensor(inputs, dtype=torch.long),

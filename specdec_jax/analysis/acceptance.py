@@ -115,7 +115,7 @@ def measure_acceptance(workload: Workload, verifiers: Sequence[str], gamma: int)
 def score(workload: Workload, verifiers: Sequence[str], gamma: int) -> Acceptance:
     """Decodes plainly and scores the outputs with both models."""
     target, _, batches, options = workload
-    config, plain = options.sampling(), make_decoder(target, options.decoding(plain=True))
+    config, plain = _force_language(workload), make_decoder(target, options.decoding(plain=True))
     sums, counts, lengths = [], [], []
     survivals: dict[str, list[np.ndarray]] = {name: [] for name in verifiers}
     hit_sums: list[dict[str, np.ndarray]] = []
@@ -166,6 +166,11 @@ def score(workload: Workload, verifiers: Sequence[str], gamma: int) -> Acceptanc
     )
 
 
+def _force_language(workload: Workload) -> SamplingConfig:
+    """Returns how tokens are chosen, with the token of a language where outputs begin with one."""
+    return workload.language.force(workload.options.sampling())
+
+
 def _score_batch(
     workload: Workload, batch: SentenceBatch, result: GenerationResult, config: SamplingConfig
 ) -> Agreement:
@@ -174,8 +179,9 @@ def _score_batch(
     Raises:
       NonFiniteLogitsError: the drafter is damaged.
     """
-    model = workload.drafter.model
-    agreed = agreement(workload.target, model, batch.ids, result.tokens, result.lengths, config)
+    model, start = workload.drafter.model, workload.language.start_token
+    outputs = result.tokens, result.lengths
+    agreed = agreement(workload.target, model, batch.ids, *outputs, config, start)
     for row, length in enumerate(result.lengths):
         sound = np.isfinite(agreed.overlap[row, :length])
         if not sound.all():
@@ -187,7 +193,7 @@ def _score_batch(
 
 def measure_hit_rate(workload: Workload, results: Sequence[GenerationResult]) -> HitRates:
     """Returns the top-k hit rate along outputs of the target, one result for each batch."""
-    sums, counts, config = [], [], workload.options.sampling()
+    sums, counts, config = [], [], _force_language(workload)
     for batch, result in zip(workload.batches, results, strict=True):
         agreed = _score_batch(workload, batch, result, config)
         sums += [agreed.hit_rates.sums(row, length) for row, length in enumerate(result.lengths)]
@@ -313,7 +319,7 @@ def compare(workload: Workload, gamma: int) -> Comparison | None:
     The drafter must be `scorable`. Returns None if nothing was drafted.
     """
     target, drafter, batches, options = workload
-    config, counts, kept, overlaps = options.sampling(), [], [], []
+    config, counts, kept, overlaps = _force_language(workload), [], [], []
     token = dict(verifier="token", lenience=None, typical_epsilon=None, typical_delta=None)
     decoding = options.decoding() | dict(drafter=drafter, gamma=gamma) | token
     for batch in track(batches, len(batches), "comparing"):
@@ -329,7 +335,7 @@ def compare(workload: Workload, gamma: int) -> Comparison | None:
             lengths, seen = np.array(state.lengths), examined
         accepted = np.array(state.counts.accepted)
         result = finish(target, state, request)
-        agreed = agreement(target, drafter.model, batch.ids, result.tokens, result.lengths, config)
+        agreed = _score_batch(workload, batch, result, config)
         for row, own in enumerate(places):
             counts.append(len(own))
             kept.append(int(accepted[row]))

@@ -42,20 +42,23 @@ def agreement(
     tokens: np.ndarray,
     lengths: np.ndarray,
     config: SamplingConfig,
+    start_token: int | None = None,
 ) -> Agreement:
     """Scores outputs of the target with both models, teacher-forced, in one call each.
 
     `inputs` are ids of B inputs, `tokens` `[B, T]` the new ones, of which `lengths` `[B]` count,
-    and `config` says how they were sampled.
+    `config` says how they were sampled, and `start_token` is what an encoder–decoder began with, by
+    default the target's own.
     """
-    width, first = bucket_length(max(1, int(max(lengths)))), [target.start_token] * len(tokens)
-    prompted = is_decoder_only(target)
+    start = target.start_token if start_token is None else start_token
+    width, first = bucket_length(max(1, int(max(lengths)))), [start] * len(tokens)
+    prompted, longest = is_decoder_only(target), 0
     if prompted:  # the last id of a prompt is used as the start token
         prompts = [list(ids) or [target.start_token] for ids in inputs]
         first, inputs = [ids[-1] for ids in prompts], [ids[:-1] for ids in prompts]
         longest = max(map(len, inputs))
-        limits = [model.config.max_positions for model in (target, drafter)]
-        width = min([width, *(limit - longest for limit in limits if limit is not None)])
+    limits = [model.config.max_positions for model in (target, drafter)]
+    width = min([width, *(limit - longest for limit in limits if limit is not None)])
     tokens = np.pad(tokens, ((0, 0), (0, max(0, width - tokens.shape[1]))))
     tokens = tokens[:, :width].astype(np.int32)
     fed = np.concatenate([np.array(first, np.int32)[:, None], tokens[:, :-1]], axis=1)
@@ -67,9 +70,10 @@ def agreement(
     # An id that the drafter lacks is read as its last one, as in the decode loop.
     last = drafter.config.vocab_size - 1
     encoder = {"encoder": target} if drafter.config.encoder_dim is not None else {}
-    draft_logits = drafter.logits(
-        np.minimum(padded, last), np.minimum(fed, last), input_lengths, **encoder
-    )
+    # An encoder of the target's own reads all of its ids.
+    reads = last if drafter.config.shares_vocabulary else drafter.config.input_vocab_size - 1
+    read = padded if encoder else np.minimum(padded, reads)
+    draft_logits = drafter.logits(read, np.minimum(fed, last), input_lengths, **encoder)
     rows = config.rows(len(tokens), target.config.vocab_size)
     eos_ids = np.tile(np.array(target.eos_ids or (-1,), np.int32), (len(tokens), 1))
     starts = np.ones_like(input_lengths)

@@ -341,7 +341,7 @@ def _find_differences(variant: Variant, plain: Variant, workload: Workload) -> l
     def measure(
         batch: SentenceBatch, _: object, expected: GenerationResult, row: int, position: int
     ) -> dict[str, Any]:
-        prefix = [target.start_token, *expected.tokens[row, :position].tolist()]
+        prefix = [workload.language.start_token, *expected.tokens[row, :position].tolist()]
         if is_decoder_only(target):
             prefix = [*(batch.ids[row] or prefix[:1]), *prefix[1:]]
         width, rows = variant.gamma + 1, len(batch.ids)

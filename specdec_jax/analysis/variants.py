@@ -16,8 +16,10 @@ from specdec_jax.analysis.timing import Spread
 from specdec_jax.backends.sharding import row_multiple
 from specdec_jax.decoding import checks
 from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.generation_config import GenerationConfig, split_options
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.keys import fold_keys
+from specdec_jax.decoding.languages import OutputLanguage, choose_output_language
 from specdec_jax.decoding.results import GenerationResult, NonFiniteLogitsError
 from specdec_jax.files.progress import track
 from specdec_jax.models.language_model import LanguageModel
@@ -90,11 +92,22 @@ class Workload(NamedTuple):
         """The padded input lengths that there are, ascending."""
         return sorted(set(self.padded))
 
+    @property
+    def language(self) -> OutputLanguage:
+        """How outputs begin."""
+        return choose_output_language(self.target, _read_config(self.options))
+
     def check_prompts(self) -> None:
         """Raises ValueError for prompts too long for a model, before anything compiles."""
         prompted = is_decoder_only(self.target)
         lengths = [len(ids) if prompted else 1 for batch in self.batches for ids in batch.ids]
         checks.check_prompts(self.target, self.drafter, lengths, self.options.max_new_tokens)
+
+
+def _read_config(options: Any) -> GenerationConfig:
+    """Returns the configuration that the options of a command give to `generate`."""
+    given = options.decoding()
+    return split_options(given.pop("config", None), given)[0]
 
 
 @dataclasses.dataclass
@@ -178,7 +191,9 @@ def make_batches(
     target: LanguageModel, sentences: Sequence[str], options: Any
 ) -> list[SentenceBatch]:
     """Returns sentences in batches."""
-    ids = encode(target, sentences, options.max_input_length)
+    config = _read_config(options)
+    languages = config.source_language, config.target_language
+    ids = encode(target, sentences, options.max_input_length, *languages)
     parts = row_multiple(target.network.rules)
     return cut_batches(list(sentences), ids, options.batch_size, options.seed, parts)
 

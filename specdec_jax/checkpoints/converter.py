@@ -242,5 +242,8 @@ def _list_properties(checkpoint: Checkpoint) -> dict[str, Any]:
     }
     if vocabulary is None:
         return properties | {"vocabulary": None}
+    properties |= {"languages": vocabulary.languages, "vocabulary": vocabulary.fingerprint()}
+    if vocabulary.languages is not None:
+        return properties | {"around_a_text": vocabulary.frame}
     encode = vocabulary.encode_prompt if config.decoder_only else vocabulary.encode_input
-    return properties | {"around_a_text": encode(""), "vocabulary": vocabulary.fingerprint()}
+    return properties | {"around_a_text": encode("")}

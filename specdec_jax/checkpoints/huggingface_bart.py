@@ -3,12 +3,17 @@
 import pathlib
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specdec_jax.checkpoints.huggingface_config import choose_value, read_fields
-from specdec_jax.checkpoints.stored_tensor import Parameters, StoredTensor, is_same_tensor
+from specdec_jax.checkpoints.stored_tensor import (
+    Parameters,
+    StoredTensor,
+    fill_rows,
+    is_same_tensor,
+)
 from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.models.bart import BartConfig
 from specdec_jax.models.config_validation import build
@@ -83,29 +88,29 @@ class _Kind(NamedTuple):
 
     Attributes:
       norm_place, embedding_norm, logits_bias: as in `BartConfig`.
-      make_positions: `(rows, D, id of padding)` -> the table where the file has none; None: the
-        file's, without its first two rows.
+      make_positions: `(numbers of rows, D, id of padding)` -> these rows of the table where the
+        file has none; None: the file's, without its first two rows.
       activation: the default of config.json.
     """
 
     norm_place: str
     embedding_norm: bool
     logits_bias: bool
-    make_positions: Callable[[int, int, int], np.ndarray] | None
+    make_positions: Callable[[np.ndarray, int, int], np.ndarray] | None
     activation: str = "gelu"
 
 
-def _make_halves(rows: int, width: int, pad: int) -> np.ndarray:
+def _make_halves(rows: np.ndarray, width: int, pad: int) -> np.ndarray:
     """Returns the sines of Marian and Pegasus and, after them, the cosines."""
-    angles = np.arange(rows)[:, None] / np.power(10000, 2 * np.arange(-(-width // 2)) / width)
+    angles = rows[:, None] / np.power(10000, 2 * np.arange(-(-width // 2)) / width)
     return np.concatenate([np.sin(angles), np.cos(angles[:, : width // 2])], axis=1)
 
 
-def _make_m2m(rows: int, width: int, pad: int) -> np.ndarray:
+def _make_m2m(rows: np.ndarray, width: int, pad: int) -> np.ndarray:
     """Returns the sines and cosines of M2M-100, whose first row comes after that of padding."""
     half = width // 2
     steps = np.exp(np.arange(half, dtype=np.float32) * np.float32(-np.log(10000) / (half - 1)))
-    angles = np.arange(pad + 1, pad + 1 + rows, dtype=np.float32)[:, None] * steps
+    angles = (rows + (pad + 1)).astype(np.float32)[:, None] * steps
     table = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
     return np.pad(table, ((0, 0), (0, width % 2)))
 
@@ -132,15 +137,15 @@ def _read_config(path: pathlib.Path, options: dict) -> BartConfig:
     kind = _KINDS[options["model_type"]]
     defaults = _DEFAULTS | _OTHER_SIZES.get(options["model_type"], {})
     defaults["scale_embedding"] = options["model_type"] == "m2m_100"
-    fields = read_fields(options, _FIELDS, defaults)
+    fields: dict[str, Any] = read_fields(options, _FIELDS, defaults)
     others = dict(num_heads="decoder_attention_heads", mlp_dim="decoder_ffn_dim")
     for name, value in read_fields(options, others, defaults).items():
         if value != fields[name]:
             expected = f"{_FIELDS[name]} = {quote_value(fields[name])}"
             raise mismatch_error(f"{path}: {others[name]}", quote_value(value), expected)
-    if options.get("share_encoder_decoder_embeddings", True) is not True:
-        name = "share_encoder_decoder_embeddings"
-        raise mismatch_error(f"{path}: {name}", quote_value(options[name]), "true")
+    if not _shares_embedding(path, options):
+        fields["encoder_vocab_size"] = fields["vocab_size"]
+        fields["vocab_size"] = options.get("decoder_vocab_size") or fields["vocab_size"]
     name = "activation_function"
     fields |= dict(
         mlp_activation=choose_value(path, options, name, kind.activation, _ACTIVATIONS),
@@ -151,8 +156,20 @@ def _read_config(path: pathlib.Path, options: dict) -> BartConfig:
     return build(BartConfig, fields, path, _FIELDS)
 
 
+def _shares_embedding(path: pathlib.Path, options: dict) -> bool:
+    """Returns whether encoder and decoder have one embedding; only a Marian may have two."""
+    name = "share_encoder_decoder_embeddings"
+    shares = options.get(name, True)
+    known = (True, False) if options["model_type"] == "marian" else (True,)
+    if shares not in known or not isinstance(shares, bool):
+        expected = " or ".join("true" if one else "false" for one in known)
+        raise mismatch_error(f"{path}: {name}", quote_value(shares), expected)
+    return shares
+
+
 # All tensors of an embedding that is tied; the first that is there is read.
-_EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+_ENCODER, _DECODER = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
+_EMBEDDINGS = ("shared.weight", _ENCODER, _DECODER)
 _HEAD, _BIAS, _POSITIONS = "lm_head.weight", "final_logits_bias", "embed_positions.weight"
 # What old files hold beside the parameters: numbers of versions, and M2M-100's own table.
 _UNUSED = re.compile(r"(encoder|decoder)\.(version|embed_positions\.(weights|_float_tensor))")
@@ -202,9 +219,14 @@ def _rename_tensors(
             folder, f"two tensors that are {twice}, with and without model.", "one"
         )
     tensors = {name: tensor for name, tensor in tensors.items() if not _UNUSED.fullmatch(name)}
-    tied = (*_EMBEDDINGS, _HEAD) if config.logits_via_embedding else _EMBEDDINGS
+    known: tuple[str, ...] = _EMBEDDINGS
+    renamed: Parameters = {}
+    if not config.shares_vocabulary:
+        known = (_DECODER,)
+        if _ENCODER in tensors:
+            renamed["encoder_embedder/embedding"] = tensors.pop(_ENCODER)
+    tied = (*known, _HEAD) if config.logits_via_embedding else known
     copies = {name: tensors.pop(name) for name in tied if name in tensors}
-    renamed = {}
     for name, tensor in copies.items():
         if not is_same_tensor(tensor, renamed.setdefault("token_embedder/embedding", tensor)):
             raise mismatch_error(f"{folder}: {name}", "another embedding", next(iter(copies)))
@@ -213,7 +235,7 @@ def _rename_tensors(
             renamed[name] = _read_bias(config, tensors)
         elif name.endswith("position_embedder/embedding"):
             renamed |= _read_positions(name, config, options, tensors)
-        elif name != "token_embedder/embedding":
+        elif name not in ("token_embedder/embedding", "encoder_embedder/embedding"):
             theirs = _HEAD if name == "decoder/logits_dense/kernel" else tensor_name(name)
             if (found := tensors.pop(theirs, None)) is not None:
                 renamed[name] = found.transposed() if name.endswith("/kernel") else found
@@ -237,10 +259,14 @@ def _read_positions(
     table = tensors.pop(f"{name.split('/')[0]}.{_POSITIONS}", None)
     if table is None and make is not None:
 
-        def fill(dtype: np.dtype) -> np.ndarray:
-            return make(*shape, config.pad_id).astype(dtype)
+        def make_rows(start: int, stop: int) -> np.ndarray:
+            return make(np.arange(start, stop), config.emb_dim, config.pad_id)
 
-        return {name: StoredTensor.from_function(shape, fill, "float32")}
+        # By blocks: the angles of a whole table, in float64, would take five times its memory.
+        def read(dtype: np.dtype, transpose: bool) -> np.ndarray:
+            return fill_rows(shape, make_rows, dtype, transpose)
+
+        return {name: StoredTensor(shape, read, "float32")}
     if table is not None and make is None and table.shape == (shape[0] + 2, shape[1]):
         table = _take(table, slice(2, None), shape)
     return {} if table is None else {name: table}

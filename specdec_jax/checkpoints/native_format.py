@@ -27,6 +27,8 @@ from specdec_jax.models.families import describe, find_family
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.models.parameters import flatten
 from specdec_jax.tokenizers import vocabularies
+from specdec_jax.tokenizers.languages import Languages
+from specdec_jax.tokenizers.piece_tables import PieceTableVocabulary
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 FORMAT, VERSION = "specdec_jax", 1
@@ -119,7 +121,7 @@ def open_vocabulary(folder: AnyPath, entry: dict) -> Vocabulary:
     kind, extra_ids, file = entry.get("kind"), entry.get("extra_ids", 0), folder / "config.json"
     if kind == "bytes":
         return vocabularies.ByteVocabulary(vocabularies.check_extra_ids(extra_ids, file))
-    if kind not in ("sentencepiece", "tokenizer_json", "marian"):
+    if kind not in ("sentencepiece", "tokenizer_json", "piece_table"):
         raise mismatch_error(
             f"{file}: vocabulary", f"kind {quote_value(kind)}", "one of this package"
         )
@@ -135,9 +137,15 @@ def open_vocabulary(folder: AnyPath, entry: dict) -> Vocabulary:
         return vocabularies.SentencePieceVocabulary.load(
             path, vocabularies.check_extra_ids(extra_ids, file)
         )
-    if kind == "marian":
-        return vocabularies.MarianVocabulary.load(path)
-    return vocabularies.TokenizerJsonVocabulary.load(path, entry.get("eos_ids", ()))
+    if kind == "piece_table":
+        return PieceTableVocabulary.load(path)
+    vocabulary = vocabularies.TokenizerJsonVocabulary.load(path, entry.get("eos_ids", ()))
+    if (languages := entry.get("languages")) is not None:
+        try:
+            vocabulary.set_languages(Languages.read(languages, vocabulary.size))
+        except ValueError as error:
+            raise ValueError(f"{file}: vocabulary: {error}") from None
+    return vocabulary
 
 
 def vocabulary_contents(vocabulary: Vocabulary | None) -> bytes:
@@ -155,9 +163,12 @@ def describe_vocabulary(vocabulary: Vocabulary | None) -> tuple[dict | None, byt
         return entry, vocabulary.model
     if isinstance(vocabulary, vocabularies.TokenizerJsonVocabulary):
         entry = {"kind": "tokenizer_json", "file": "tokenizer.json"}
-        return entry | {"eos_ids": list(vocabulary.eos_ids)}, vocabulary.text.encode("utf-8")
-    if isinstance(vocabulary, vocabularies.MarianVocabulary):
-        return {"kind": "marian", "file": "marian.json"}, vocabulary.text.encode("utf-8")
+        entry |= {"eos_ids": list(vocabulary.eos_ids)}
+        if vocabulary.languages is not None:
+            entry["languages"] = vocabulary.languages.written()
+        return entry, vocabulary.text.encode("utf-8")
+    if isinstance(vocabulary, PieceTableVocabulary):
+        return {"kind": "piece_table", "file": "pieces.json"}, vocabulary.text.encode("utf-8")
     if isinstance(vocabulary, vocabularies.ByteVocabulary):
         return {"kind": "bytes", "extra_ids": vocabulary.extra_ids}, b""
     raise mismatch_error("vocabulary", type(vocabulary).__name__, "one that this package can store")

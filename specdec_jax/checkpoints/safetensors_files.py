@@ -9,9 +9,7 @@ import json
 import math
 import pathlib
 import struct
-import tempfile
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -78,17 +76,10 @@ def _open_file(path: AnyPath) -> Parameters:
             )
         header = file.read(length)
     try:
-        with tempfile.NamedTemporaryFile() as outline:
-            checked: Any = path
-            if places.is_remote(path):  # the package reads no more than the header and the size
-                outline.write(length.to_bytes(8, "little") + header)
-                outline.truncate(size)
-                outline.flush()
-                checked = outline.name
-            with safetensors.safe_open(checked, "numpy"):
-                pass
-            # Unlike the package, `parse_json` rejects a name that is there twice.
-            entries = reading.parse_json(header.decode())
+        with places.open_outline(path, length.to_bytes(8, "little") + header) as outline:
+            with safetensors.safe_open(outline, "numpy"):
+                # Unlike the package, `parse_json` rejects a name that is there twice.
+                entries = reading.parse_json(header.decode())
     except (safetensors.SafetensorError, ValueError) as error:
         got = reading.error_reason(error).removeprefix("got ")
         raise ValueError(f"{path}: got {got}, expected a safetensors file (truncated?)") from None

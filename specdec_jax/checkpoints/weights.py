@@ -84,7 +84,9 @@ def read_params(
     params: dict = {name: None for name in parameter_shapes(checkpoint.config)}
     # The largest first: what a read needs beside its result comes when little else is in memory.
     tensors = sorted(checkpoint.parameters.items(), key=lambda item: -item[1].size)
-    for name, tensor in _read_ahead(tensors, dtype, int8_weights) if rules is None else tensors:
+    # A process of several reads only what its own devices hold.
+    is_whole = rules is None or jax.process_count() == 1
+    for name, tensor in _read_ahead(tensors, dtype, int8_weights) if is_whole else tensors:
         if int8_weights and _is_weight(name):
             params[name] = _read_int8(name, tensor, input_bits)
         else:

@@ -18,7 +18,7 @@ from specdec_jax.files.places import AnyPath
 from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import lock_folder, write_file
-from specdec_jax.models.t5 import check_t5
+from specdec_jax.models.family import check_encoder
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 from specdec_jax.training import text_files, train
 from specdec_jax.training.run_vocabulary import RunVocabulary, check_same
@@ -28,6 +28,7 @@ _RECORD = "distill.json"
 # The settings that decide the outputs, besides the sources.
 _DECIDING = (
     "target max_sources greedy samples temperature max_new_tokens batch_size shard_size seed dtype"
+    " source_language target_language"
 ).split()
 _CONTENTS = ("vocabulary's contents", "target's contents")
 
@@ -41,11 +42,18 @@ def run(config: DistillConfig, on_start: Callable[[], object] = lambda: None) ->
     """
     config.check()
     assert config.target
-    target = check_t5("target", loader.load_shape(config.target))
+    target = check_encoder("target", loader.load_shape(config.target))
     model = config.drafter_config(target)
-    if target.encoder_dim is not None or model.encoder_dim not in (None, target.emb_dim):
+    if not (target.shares_vocabulary and model.shares_vocabulary):
+        got = f"{config.target} with separate vocabularies"
+        raise mismatch_error("target", got, "one vocabulary for inputs and outputs")
+    for name, shape in (("target", target), ("drafter", model)):
+        positions, longest = shape.max_positions, config.buckets[-1]
+        if positions is not None and positions < longest:
+            raise mismatch_error(name, f"{positions} positions", f"at least {longest}, of buckets")
+    if target.encoder_dim is not None or model.encoder_dim not in (None, target.encoded_dim):
         shared = target.encoder_dim is not None
-        got = "no encoder" if shared else f"an encoder of width {target.emb_dim}"
+        got = "no encoder" if shared else f"an encoder of width {target.encoded_dim}"
         expected = f"one of width {model.encoder_dim}" if model.encoder_dim else "one of its own"
         raise ValueError(f"target: got {config.target} with {got}, expected {expected}")
     vocabulary = _read_vocabulary(config, target.vocab_size)
@@ -96,7 +104,7 @@ def _read_vocabulary(config: DistillConfig, width: int) -> Vocabulary:
         got = loader.load_shape(config.drafter).vocab_size
         if got != width:
             raise mismatch_error("drafter", f"{got} logits", f"{width}, as many as the target's")
-    return ids.vocabulary
+    return ids.vocabulary.with_languages(config.source_language, config.target_language)
 
 
 def _read_sources(config: DistillConfig, paths: Iterable[AnyPath]) -> list[str]:

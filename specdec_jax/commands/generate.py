@@ -80,10 +80,10 @@ class GenerateOptions(GenerationFlags, ModelOptions):
       non_finite: what becomes of a sentence with logits that are not finite numbers: report (an
         empty line, with --json a null text and the reason; the rest goes on and the exit code is 1)
         or raise (the command ends)
-      input_file: UTF-8 text, one sentence a line, gzip or not; -: standard input;
+      input_file: UTF-8 text, one sentence a line, gzip or not, here or at a URL; -: standard input;
         ende/sentences.txt: English sentences that come with the package
-      output_file: file for the outputs instead of standard output; what is finished is kept beside
-        it (.partial), so that the same command resumes after a kill
+      output_file: file for the outputs instead of standard output, here or at a URL; what is
+        finished is kept beside it (.partial), so that the same command resumes after a kill
       shard: I/N, such as 0/4: decode only part I, counted from 0, of N equal parts of --input_file
         or --task; the parts one after the other are what a run without it gives
       learn: train the drafter, a model, on finished outputs while others are decoded, for at most 4
@@ -286,7 +286,8 @@ def run(
     if read_examples is not None:
         source = read_examples(target, output_length=most)
     else:
-        ids = encode(target, sentences, config.max_input_length)
+        languages = config.source_language, config.target_language
+        ids = encode(target, sentences, config.max_input_length, *languages)
         source = Sentences(ids, sentences, options.json)
         lengths = [len(row) if is_decoder_only(target) else 1 for row in ids]
         drafts = drafter if options.drafts else None

@@ -22,6 +22,7 @@ sampling and lengths: greedy samples generation_config temperature top_k top_p m
   num_samples max_new_tokens min_new_tokens stop repetition_penalty no_repeat_ngram
   forbidden_tokens forced_tokens logit_bias
 beam search: num_beams beam_style length_penalty early_stopping num_return_sequences beam_width
+languages: source_language target_language
 batches and limits: batch_size max_input_length deadline non_finite shard_size
 seqio tasks instead of sentences: task split module_import score_targets tfds_data_dir
 what is measured: repeats widths compare_alpha against suite

@@ -31,6 +31,7 @@ from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifiers import LOSSY, SYNTHETIC, VERIFIERS, find_verifier
 
 _VERIFYING = ("verifier", "lenience", "typical_epsilon", "typical_delta")
+_LANGUAGES = ("source_language", "target_language")
 _MOST_TOKENS = 2**20  # a limit of new tokens that none exceeds
 
 
@@ -42,7 +43,8 @@ class ModelOptions:
     Each field's help is in its metadata.
 
     Attributes:
-      target: model whose output you want: a checkpoint's folder or a bundled name (ende/target)
+      target: model whose output you want: a checkpoint's folder, here or at a URL such as
+        gs://bucket/model, or a bundled name (ende/target)
       shortlist_size: let a drafting model propose only this many ids, the most frequent ones, so
         that its last layer is smaller; 0: all
       shortlist: table (.npz) of `specdec count` that says which ids are frequent (default: the
@@ -245,6 +247,8 @@ class DecodingOptions(ModelOptions):
     gamma_policy: str = make_option("fixed", generation_flags.POLICY_HELP)
     max_new_tokens: int = make_flag("max_new_tokens", MAX_NEW_TOKENS)
     max_input_length: int = make_flag("max_input_length")
+    source_language: str | None = make_flag("source_language")
+    target_language: str | None = make_flag("target_language")
 
     def configuration(self, plain: bool = False) -> GenerationConfig:
         """Returns the options of decoding but for γ.
@@ -252,7 +256,8 @@ class DecodingOptions(ModelOptions):
         With `plain` they are those of plain decoding, where a lossy verifier has nothing to verify.
         """
         names = () if plain and self.verifier in LOSSY else _VERIFYING
-        given = generation_flags.read_options(self, (*names, "max_new_tokens", "max_input_length"))
+        names = (*names, "max_new_tokens", "max_input_length", *_LANGUAGES)
+        given = generation_flags.read_options(self, names)
         sampling = SamplingConfig(**generation_flags.read_sampling(self))
         return GenerationConfig(sampling=sampling, generation_config=None, **given)
 

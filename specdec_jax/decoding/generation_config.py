@@ -117,6 +117,18 @@ class GenerationConfig:
     max_input_length: int = _make_field(
         512, "longest input in tokens; longer ones are rejected, never cut"
     )
+    source_language: str | None = _make_field(
+        None,
+        "code of the language of inputs that are texts, for a model with several (eng_Latn of "
+        "NLLB, en of M2M-100, en_XX of mBART)",
+        "the one that the tokenizer's files give",
+    )
+    target_language: str | None = _make_field(
+        None,
+        "code of the language of outputs, for a model with several; for Marian's with codes such "
+        "as >>fra<<, fra",
+        "the one that the model's files give",
+    )
     eos_ids: Sequence[int] | None = _make_field(None, "ids that stop a row", "the model's own")
     stop: str | Sequence[str] = _make_field(
         (),
@@ -190,6 +202,8 @@ class GenerationConfig:
         find_verifier(self.verifier)
         arguments.check_integer("num_samples", self.num_samples, 1, 2**20)
         arguments.check_integer("max_input_length", self.max_input_length, 1)
+        for name in ("source_language", "target_language"):
+            arguments.check_kind(name, getattr(self, name), str | None, "a language's code")
         check_stop(self.stop, self.deadline)
         check_non_finite(self.non_finite)
 

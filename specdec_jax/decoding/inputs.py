@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.decoding.checks import check_input_lengths, cut_to_positions
+from specdec_jax.decoding.languages import OutputLanguage, choose_vocabulary
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import is_decoder_only
 from specdec_jax.models.padding import bucket_length, move_left, padding_id, remove_padding
-from specdec_jax.tokenizers.vocabularies import check_texts
+from specdec_jax.tokenizers.vocabularies import Vocabulary, check_texts
 
 
 def as_list(name: str, inputs: Any) -> Any:
@@ -34,6 +35,7 @@ def as_ids(
     framed: bool,
     attention_mask: Any = None,
     name: str = "input",
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns ids `[B, L]`, padded behind the text, and lengths `[B]`.
 
@@ -43,9 +45,11 @@ def as_ids(
       input_lengths, attention_mask: which ids count, as for `generate`.
       framed: whether strings get what the tokenizer puts around a text.
       name: what a message calls one of the inputs, before its number.
+      vocabulary: what encodes strings; None: the target's.
 
     Raises:
-      ValueError: inputs of another kind, or ids outside the vocabulary.
+      ValueError: inputs of another kind, ids outside the vocabulary, or texts without a language
+        that the vocabulary needs.
     """
     whole = "inputs" if name == "input" else name
     inputs = as_list(whole, inputs)
@@ -66,7 +70,8 @@ def as_ids(
                 expected = "None (strings have no padding)"
                 raise ValueError(f"attention_mask: got one with strings, expected {expected}")
             check_texts(name, inputs, first=0)
-            to_ids = _choose_encoder(target) if framed else target.vocabulary.encode
+            vocabulary = vocabulary or target.vocabulary
+            to_ids = _choose_encoder(target, vocabulary) if framed else vocabulary.encode_target
             inputs = [None if text is None else to_ids(text) for text in inputs]
         if input_lengths is not None:
             expected = "None (lists have lengths)"
@@ -81,7 +86,9 @@ def as_ids(
         elif pad_id is not None and not text:
             inside = np.arange(array.shape[1]) < lengths[:, None]
             array, lengths = move_left(array, inside & (array != pad_id))
-    inside, vocab_size = np.arange(array.shape[1]) < lengths[:, None], target.config.vocab_size
+    config = target.config
+    vocab_size = config.input_vocab_size if framed else config.vocab_size
+    inside = np.arange(array.shape[1]) < lengths[:, None]
     wrong = np.argwhere(inside & ((array < 0) | (array >= vocab_size)))
     if len(wrong):
         row, place = wrong[0]
@@ -149,19 +156,29 @@ def prompt_tokens(
 
 
 def decoder_tokens(
-    target: LanguageModel, decoder_prefix: Any, batch: int
+    target: LanguageModel,
+    decoder_prefix: Any,
+    batch: int,
+    language: OutputLanguage | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the start token and the decoder prefix `[B, P]`, and their numbers of ids `[B]`.
 
-    The prefix is padded to a bucket.
+    The prefix begins with the token of a language, where there is one, and is padded to a bucket.
     """
-    start = np.full((batch, 1), target.start_token, np.int32)
+    language = language or OutputLanguage(target.start_token, None)
+    start = np.full((batch, 1), language.start_token, np.int32)
     if decoder_prefix is None:
         return start, np.ones(batch, np.int32)
     tokens, lengths = as_ids(target, decoder_prefix, None, framed=False, name="decoder_prefix")
     if len(lengths) != batch:
         expected = f"{batch} (one per input)"
         raise ValueError(f"decoder_prefix: got {len(lengths)} prefixes, expected {expected}")
+    if language.first is not None:
+        tokens, there = pad(tokens, tokens.shape[1] + 1), lengths > 0
+        there &= tokens[:, 0] == language.first
+        moved = np.roll(tokens, 1, axis=1)
+        moved[:, 0] = language.first
+        tokens, lengths = np.where(there[:, None], tokens, moved), lengths + ~there
     longest = int(max(lengths))
     tokens = pad(tokens, bucket_length(longest) if longest else 0)
     return np.concatenate([start, tokens], axis=1), lengths + 1
@@ -172,29 +189,34 @@ def pad(tokens: np.ndarray, width: int) -> np.ndarray:
     return np.pad(tokens[:, :width], ((0, 0), (0, max(0, width - tokens.shape[1]))))
 
 
-def _choose_encoder(target: LanguageModel) -> Callable[[str], list[int]]:
-    """Returns the method of the target's vocabulary that encodes an input or a prompt."""
-    vocabulary = target.vocabulary
+def _choose_encoder(target: LanguageModel, vocabulary: Vocabulary) -> Callable[[str], list[int]]:
+    """Returns the method of a vocabulary of the target that encodes an input or a prompt."""
     return vocabulary.encode_prompt if is_decoder_only(target) else vocabulary.encode_input
 
 
 def encode(
-    target: LanguageModel, sentences: Sequence[str], max_input_length: int
+    target: LanguageModel,
+    sentences: Sequence[str],
+    max_input_length: int,
+    source_language: str | None = None,
+    target_language: str | None = None,
 ) -> list[list[int]]:
     """Returns the ids of every sentence, with what the tokenizer puts around a text.
 
     An empty sentence has none. For a decoder-only model they are prompts, which get no EOS unless
-    its tokenizer's files say so.
+    its tokenizer's files say so. The languages are as for `generate`.
 
     Raises:
-      ValueError: the model has no vocabulary, or a sentence is longer than `max_input_length`
-        tokens, or too long to be encoded at all, or has a token for which the model has no logit.
+      ValueError: the model has no vocabulary or not these languages, or a sentence is longer than
+        `max_input_length` tokens, or too long to be encoded at all, or has a token for which the
+        model has no logit.
     """
-    if target.vocabulary is None:
+    vocabulary = choose_vocabulary(target, source_language, target_language)
+    if vocabulary is None:
         got, expected = f"{target.name} without a vocabulary", "spiece.model or tokenizer.json"
         raise ValueError(f"target: got {got}, expected one ({expected})")
     check_texts("sentence", sentences)
-    to_ids, vocab_size = _choose_encoder(target), target.config.vocab_size
+    to_ids, vocab_size = _choose_encoder(target, vocabulary), target.config.input_vocab_size
     inputs = [to_ids(text) if is_decoder_only(target) or text.strip() else [] for text in sentences]
     for number, ids in enumerate(inputs, 1):
         if max(ids, default=0) >= vocab_size:

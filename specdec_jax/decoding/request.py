@@ -46,6 +46,11 @@ from specdec_jax.decoding.inputs import (
     prompt_tokens,
 )
 from specdec_jax.decoding.keys import check_keys, row_keys, take_keys
+from specdec_jax.decoding.languages import (
+    OutputLanguage,
+    choose_output_language,
+    choose_vocabulary,
+)
 from specdec_jax.decoding.strategies import choose_strategy
 from specdec_jax.decoding.trees import resolve_tree
 from specdec_jax.models import arguments
@@ -62,6 +67,7 @@ from specdec_jax.speculative.sampling import SamplingRows
 from specdec_jax.speculative.state import StaticConfig
 from specdec_jax.speculative.strategy import AnyConfig, prefill
 from specdec_jax.speculative.verifier import Settings
+from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 # γ = "auto" where nothing can be measured: on a mesh, whose processes would have to agree.
 FIXED = 4
@@ -290,9 +296,14 @@ def plan(
     check_target(target)
     defaults = read_defaults(target, config.generation_config)
     expect_no_search(target, config, defaults)
+    vocabulary = choose_vocabulary(target, config.source_language, config.target_language)
     inputs, tokens, lengths = _read_inputs(
-        target, inputs, data.input_lengths, data.attention_mask, config.max_input_length
+        target, inputs, data.input_lengths, data.attention_mask, config.max_input_length, vocabulary
     )
+    prefixed = data.decoder_prefix is not None
+    language = choose_output_language(target, config, defaults, prefixed)
+    if language.first is not None:
+        defaults = defaults.replace(forced_bos_token_id=None)
     batch = len(lengths)
     drafter = data.drafter
     tree, gamma, verifier = resolve_tree(config.tree, drafter, config.gamma, config.verifier)
@@ -310,9 +321,10 @@ def plan(
     together = batch if batch_size is None else batch_size
     _check_mesh(target, "inputs" if batch_size is None else "batch_size", together, config.deadline)
     eos_ids = check_eos_ids(target, config.eos_ids)
-    prefix, prefix_lengths = _make_prefixes(target, tokens, lengths, data.decoder_prefix)
+    prefix, prefix_lengths = _make_prefixes(target, tokens, lengths, data.decoder_prefix, language)
     limits = fill_limits(target, defaults, config.max_new_tokens, prefix_lengths)
     sampling = fill_sampling(target, defaults, config.sampling, prefix_lengths, limits, eos_ids)
+    sampling = sampling if prefixed else language.force(sampling)
     own = config.drafter_sampling
     check_drafter_sampling(own, sampling, drafter, tree)
     rows, width = sampling.rows(batch, target.config.vocab_size), int(max(gammas))
@@ -387,7 +399,12 @@ def _make_policy(
 
 
 def _read_inputs(
-    target: LanguageModel, inputs: Any, input_lengths: Any, attention_mask: Any, longest: Any
+    target: LanguageModel,
+    inputs: Any,
+    input_lengths: Any,
+    attention_mask: Any,
+    longest: Any,
+    vocabulary: Vocabulary | None,
 ) -> tuple[Any, np.ndarray, np.ndarray]:
     """Returns the inputs as a list or an array, their ids `[N, L]` and their lengths `[N]`.
 
@@ -396,7 +413,9 @@ def _read_inputs(
     """
     longest = arguments.check_integer("max_input_length", longest, 1)
     inputs = as_list("inputs", inputs)
-    tokens, lengths = as_ids(target, inputs, input_lengths, True, attention_mask)
+    tokens, lengths = as_ids(
+        target, inputs, input_lengths, True, attention_mask, vocabulary=vocabulary
+    )
     if not len(lengths):
         raise ValueError("inputs: got 0 inputs, expected at least 1")
     most = cut_to_positions(target, longest)
@@ -421,7 +440,11 @@ def _check_mesh(target: LanguageModel, name: str, rows: int, deadline: float | N
 
 
 def _make_prefixes(
-    target: LanguageModel, tokens: np.ndarray, lengths: np.ndarray, decoder_prefix: Any
+    target: LanguageModel,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    decoder_prefix: Any,
+    language: OutputLanguage,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns what the decoder begins with, `[N, P]`, and its lengths, `[N]`.
 
@@ -429,7 +452,7 @@ def _make_prefixes(
     is decoder-only.
     """
     if not is_decoder_only(target):
-        return decoder_tokens(target, decoder_prefix, len(lengths))
+        return decoder_tokens(target, decoder_prefix, len(lengths), language)
     if decoder_prefix is not None:
         got, expected = "a prefix for a decoder-only model", "None: put it at the end of the input"
         raise UnsupportedCombination(f"decoder_prefix: got {got}, expected {expected}")

@@ -129,6 +129,7 @@ UNSUPPORTED = (
     *("synthetic_alpha", "max_new_tokens", "num_samples", "max_input_length", "eos_ids", "stop"),
     *("deadline", "num_beams", "length_penalty", "beam_style", "early_stopping"),
     *("num_return_sequences", "non_finite", "generation_config"),
+    *("source_language", "target_language"),
 )
 
 

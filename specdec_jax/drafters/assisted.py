@@ -11,6 +11,7 @@ from specdec_jax.drafters.continuations import (
     Found,
     Inputs,
     Texts,
+    check_copying,
     compare_endings,
     find_best,
     last_ids,
@@ -18,6 +19,7 @@ from specdec_jax.drafters.continuations import (
     sum_weights,
 )
 from specdec_jax.models import arguments
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.state import DecodeState, Scored
 
@@ -80,6 +82,10 @@ class AssistedNGramDrafter(ContinuationDrafter):
     @property
     def name(self) -> str:
         return f"assisted {self.order}-grams"
+
+    def check(self, target: LanguageModel) -> None:
+        super().check(target)
+        check_copying(target, type(self).__name__)
 
     def init(
         self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int

@@ -20,6 +20,7 @@ from specdec_jax.drafters.drafting import (
     point_mass,
 )
 from specdec_jax.drafters.tree_levels import Children, Level, draft_children, draft_tree
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.state import AnyRows, DecodeState, Draft
 from specdec_jax.speculative.trees import CHILDREN, POINTS
@@ -178,6 +179,16 @@ def _count_drafted(state: AnyRows, tokens: Int[Array, "B G"]) -> Int[Array, " B"
     return jnp.min(jnp.arange(tokens.shape[1]) + ends, axis=1)
 
 
+def check_copying(target: LanguageModel, name: str) -> None:
+    """Raises ValueError if the ids of the target's inputs are those of another vocabulary.
+
+    `name` is that of a drafter which copies them into outputs.
+    """
+    if not target.config.shares_vocabulary:
+        expected = "one that does not copy: ids of inputs are other tokens than those of outputs"
+        raise ValueError(f"drafter: got {name}, expected {expected}")
+
+
 def repeat_inputs(inputs: jax.Array, input_lengths: jax.Array, batch: int) -> Inputs:
     """Returns the input of each of `batch` rows; those of one input lie side by side."""
     copies = batch // inputs.shape[0]
@@ -268,16 +279,16 @@ def follow_passages(
     """
     weights = jnp.where(ids[:, :, 0] < 0, 0, weights)
     first, _ = find_best(ids[:, :, 0], sum_weights(ids[:, :, 0], weights), count)
+    least = least_share * jnp.repeat(jnp.sum(weights, axis=1, keepdims=True), count, axis=0)
     passages, alive = jnp.repeat(ids, count, axis=0), jnp.repeat(weights, count, axis=0)
-    least = least_share * jnp.sum(alive, axis=1, keepdims=True)
-    chosen, found = first.reshape(-1, 1), []
-    for step in range(ids.shape[2]):
-        here = passages[:, :, step]
-        if step:
-            alive = jnp.where(here < 0, 0, alive)
-            chosen, _ = find_best(here, sum_weights(here, alive), 1)
+    alive = jnp.where(passages[:, :, 0] == first.reshape(-1, 1), alive, 0)
+
+    def follow(alive: jax.Array, here: jax.Array) -> tuple[jax.Array, jax.Array]:
+        alive = jnp.where(here < 0, 0, alive)
+        chosen, _ = find_best(here, sum_weights(here, alive), 1)
         alive = jnp.where(here == chosen, alive, 0)
         enough = jnp.sum(alive, axis=1, keepdims=True) >= least
-        alive = jnp.where(enough, alive, 0)
-        found.append(jnp.where(enough, chosen, -1)[:, 0])
-    return jnp.stack(found, axis=1).reshape(*first.shape, -1)
+        return jnp.where(enough, alive, 0), jnp.where(enough, chosen, -1)[:, 0]
+
+    _, found = jax.lax.scan(follow, alive, jnp.moveaxis(passages, 2, 0))
+    return jnp.moveaxis(found, 0, 1).reshape(*first.shape, -1)

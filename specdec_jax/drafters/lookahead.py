@@ -83,20 +83,27 @@ class LookaheadDecoding(TreeDrafter):
 
     @property
     def tree(self) -> Tree:
-        """The tree: the pool's chains after node 0, then the window, column by column."""
-        size, parents = self.ngram - 1, []
-        for chain in range(self.guesses):
-            parents += [0, *range(1 + chain * size, (chain + 1) * size)]
-        for column in range(self.window):
-            first = 1 + len(parents)
-            parents += [first - size if column else 0, *range(first, first + size - 1)]
-        return Tree(tuple(parents))
+        """The tree; columns of the window and chains of the pool take turns.
 
-    def window_nodes(self) -> np.ndarray:
-        """Returns `[n − 1, W]`: the numbers of the window's nodes by level and column."""
-        size = self.ngram - 1
-        nodes = 1 + self.guesses * size + np.arange(self.window * size)
-        return nodes.reshape(self.window, size).T
+        So where fewer nodes are wanted, some of both are left.
+        """
+        window, guesses = self.number_nodes()
+        parents = np.zeros(1 + window.size + guesses.size, np.int64)
+        parents[window[1:]], parents[guesses[1:]] = window[:-1], guesses[:-1]
+        parents[window[0, 1:]] = window[0, :-1]
+        return Tree(tuple(parents[1:].tolist()))
+
+    def number_nodes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the numbers of the window's nodes `[n − 1, W]`, and of the guesses' `[n − 1, G]`.
+
+        They are by level and column, and by place after the first token and chain.
+        """
+        order = sorted(
+            [*((i, 0) for i in range(self.window)), *((i, 1) for i in range(self.guesses))]
+        )
+        numbers = 1 + np.arange(len(order) * (self.ngram - 1)).reshape(len(order), -1)
+        is_guess = np.array([kind for _, kind in order], bool)
+        return numbers[~is_guess].T, numbers[is_guess].T
 
     def init(
         self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int
@@ -121,9 +128,9 @@ class LookaheadDecoding(TreeDrafter):
         last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
         grams = find_grams(draft_state, last, self.guesses)[..., 1:]
         window = fill_window(draft_state, state)
-        # By number; columns of the window have consecutive nodes.
-        nodes = last, grams.reshape(batch, -1), window.transpose(0, 2, 1).reshape(batch, -1)
-        tokens = jnp.concatenate(nodes, axis=1)
+        numbers = np.concatenate([[0], *(one.ravel() for one in self.number_nodes())])
+        parts = last, window.reshape(batch, -1), grams.transpose(0, 2, 1).reshape(batch, -1)
+        tokens = jnp.concatenate(parts, axis=1)[:, np.argsort(numbers)]
 
         def children_of(level: Level, carry: Any):
             assert level.numbers is not None
@@ -138,7 +145,7 @@ class LookaheadDecoding(TreeDrafter):
     ) -> LookaheadState:
         """Moves the window to what follows the committed tokens, and keeps its n-grams."""
         assert scored.nodes is not None
-        draft, nodes = scored.nodes.draft, self.window_nodes()
+        draft, (nodes, _) = scored.nodes.draft, self.number_nodes()
         fed = jnp.where(draft.valid, draft.tokens, -1)[:, nodes]
         new = jnp.where(draft.valid, scored.nodes.argmax, -1)[:, nodes[-1]]
         levels = jnp.concatenate([fed, new[:, None]], axis=1)

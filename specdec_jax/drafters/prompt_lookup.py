@@ -11,12 +11,14 @@ from specdec_jax.drafters.continuations import (
     Found,
     Inputs,
     Texts,
+    check_copying,
     compare_endings,
     find_best,
     last_ids,
     repeat_inputs,
 )
 from specdec_jax.models import arguments
+from specdec_jax.models.language_model import LanguageModel
 
 # The last ids that are compared with what stands before a place, in a row or not.
 _COMPARED = 4
@@ -66,6 +68,10 @@ class PromptLookupDrafter(ContinuationDrafter):
     @property
     def name(self) -> str:
         return "prompt lookup" if self.min_match else "copy of the input"
+
+    def check(self, target: LanguageModel) -> None:
+        super().check(target)
+        check_copying(target, type(self).__name__)
 
     def init(
         self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int

@@ -103,18 +103,18 @@ def read_ids(text: SortedText, places: Int[Array, "..."]) -> Int[Array, "..."]:
     return jnp.where(inside, ids, 0)
 
 
+def _read_endings(text: SortedText, places: Int[Array, "N C"]) -> Int[Array, "N C D"]:
+    """Returns the `DEPTH` ids before each place, plus 1, the last first."""
+    return read_ids(text, places[..., None] - jnp.arange(1, DEPTH + 1))
+
+
 def _compare(
     text: SortedText, places: Int[Array, "N C"], endings: Int[Array, "N D"]
 ) -> tuple[Int[Array, "N C"], Int[Array, "N C"]]:
     """Returns how many ids before places are those of the endings: in a row, and at all."""
-    in_a_row = equal = jnp.zeros_like(places)
-    matches = jnp.ones(places.shape, bool)
-    for back in range(DEPTH):
-        wanted = endings[:, back, None]
-        same = (read_ids(text, places - 1 - back) == wanted) & (wanted > 0)
-        matches &= same
-        in_a_row, equal = in_a_row + matches.astype(jnp.int32), equal + same.astype(jnp.int32)
-    return in_a_row, equal
+    same = (_read_endings(text, places) == endings[:, None]) & (endings[:, None] > 0)
+    in_a_row = jnp.min(jnp.where(same, DEPTH, jnp.arange(DEPTH)), axis=2)
+    return in_a_row, jnp.sum(same, axis=2, dtype=in_a_row.dtype)
 
 
 def _count_smaller(
@@ -135,12 +135,11 @@ def _count_smaller(
         """Narrows the number down: from `low` on, to fewer and fewer more."""
         tried = low[:, None] + jnp.array(reaches)[step] * jnp.arange(1, _FAN)
         places = text.order[jnp.minimum(tried, len(text.order)) - 1].astype(jnp.int32)
-        less, equal = jnp.zeros(tried.shape, bool), jnp.ones(tried.shape, bool)
-        for back in range(DEPTH):  # unrolled, it is one loop over the places
-            here, wanted = read_ids(text, places - 1 - back), endings[:, back, None]
-            counts = back < depth[:, None]
-            less |= equal & counts & (here < wanted)
-            equal &= ~counts | (here == wanted)
+        here, wanted = _read_endings(text, places), endings[:, None]
+        differs = (here != wanted) & (jnp.arange(DEPTH) < depth[:, None, None])
+        first = jnp.min(jnp.where(differs, jnp.arange(DEPTH), DEPTH), axis=2)
+        less = jnp.any((jnp.arange(DEPTH) == first[..., None]) & (here < wanted), axis=2)
+        equal = first == DEPTH
         before = (less | (equal & or_equal[:, None])) & (tried <= text.size)
         return low + jnp.array(reaches)[step] * jnp.sum(before, axis=1, dtype=low.dtype)
 

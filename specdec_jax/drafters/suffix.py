@@ -32,7 +32,7 @@ from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 # Passages that are read of the sorted text, and of the row's own texts; places of an input at which
 # a similar earlier one is looked for, and passages that are compared at each.
-_SORTED, _OWN, _PROBES, _COMPARED = 32, 8, 64, 8
+_SORTED, _OWN, _PROBES, _COMPARED = 32, 8, 16, 8
 
 
 class OwnTexts(NamedTuple):

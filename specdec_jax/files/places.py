@@ -481,6 +481,22 @@ def open_copies(*paths: AnyPath) -> Iterator[list[pathlib.Path]]:
         yield copies
 
 
+@contextlib.contextmanager
+def open_outline(path: AnyPath, head: bytes) -> Iterator[pathlib.Path]:
+    """Yields a path on this machine for a library that reads the first bytes, and the size.
+
+    It is the path itself, or that of a file with these bytes and zeros that take no place.
+    """
+    if isinstance(path, pathlib.Path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        outline = pathlib.Path(folder, path.name)
+        outline.write_bytes(head)
+        os.truncate(outline, path.stat().st_size)
+        yield outline
+
+
 class FolderCopy:
     """A copy of a remote folder in the user's cache, which is removed with this object.
 

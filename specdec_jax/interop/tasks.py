@@ -8,11 +8,11 @@ and return its name, so that a gin file can bind `task = @tasks.tsv()`, or T5X's
 `MIXTURE_OR_TASK_NAME = @tasks.tsv()`.
 """
 
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax.checkpoints import loader
-from specdec_jax.files import places
 from specdec_jax.tokenizers.vocabularies import ByteVocabulary, SentencePieceVocabulary
 from specdec_jax.training import text_files
 
@@ -182,15 +182,15 @@ def _register(
 
 def _make_vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
     """Returns seqio's vocabulary for a SentencePiece file, or for a model's vocabulary."""
-    if path not in loader.bundled() and not places.make_path(path).is_dir():
+    if path not in loader.bundled() and not pathlib.Path(path).is_dir():
         return seqio.SentencePieceVocabulary(path, extra_ids)  # reads it when it is needed
     ours, _ = loader.load_vocabulary(path)
     if isinstance(ours, ByteVocabulary):
         return seqio.ByteVocabulary(ours.extra_ids)
-    folder = loader.BUNDLED / path if path in loader.bundled() else places.make_path(path)
+    folder = loader.BUNDLED / path if path in loader.bundled() else pathlib.Path(path)
     files = [
-        parent / name
-        for parent in (folder, folder.absolute().parent)
+        place / name
+        for place in (folder, folder.absolute().parent)
         for name in ("spiece.model", "sentencepiece.model")
     ]
     file = next((file for file in files if file.is_file()), None)

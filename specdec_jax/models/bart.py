@@ -29,6 +29,8 @@ class BartConfig(PositionTableConfig):
       embedding_norm: whether there is a norm after embeddings and positions (BART, mBART).
       scale_embedding: whether embeddings of tokens are multiplied by √D.
       logits_bias: whether a bias is added to the logits.
+      encoder_vocab_size: rows of an embedding of the encoder alone, whose ids are then those of
+        another vocabulary than the outputs'; None: both stacks share one.
       pad_id: id that pads inputs of models without a vocabulary.
       logits_via_embedding: whether the head is the transposed embedding.
       dropout_rate: rate in training.
@@ -48,6 +50,7 @@ class BartConfig(PositionTableConfig):
     embedding_norm: bool = True
     scale_embedding: bool = False
     logits_bias: bool = True
+    encoder_vocab_size: int | None = None
     pad_id: int = 1
     logits_via_embedding: bool = True
     dropout_rate: float = 0.0
@@ -60,10 +63,19 @@ class BartConfig(PositionTableConfig):
         check_fields(self)
         if self.num_encoder_layers < 1:
             raise FieldError(self, "num_encoder_layers", "got 0, expected at least 1")
-        if self.pad_id >= self.vocab_size:
-            expected = f"an id below vocab_size = {self.vocab_size}"
+        if self.pad_id >= self.input_vocab_size:
+            expected = f"an id below {self.input_vocab_size}, the number of ids of inputs"
             raise FieldError(self, "pad_id", f"got {self.pad_id}, expected {expected}")
         self.check_heads()
+
+    @property
+    def input_vocab_size(self) -> int:
+        own = self.encoder_vocab_size
+        return self.vocab_size if own is None else own
+
+    @property
+    def shares_vocabulary(self) -> bool:
+        return self.encoder_vocab_size is None
 
     def module(self, backend: Backend = Backend()) -> EncoderDecoder:
         return EncoderDecoder(self, backend)
@@ -73,6 +85,7 @@ class BartConfig(PositionTableConfig):
         return BlockOptions(
             **self.shared_options(),
             num_encoder_layers=self.num_encoder_layers,
+            separate_embeddings=not self.shares_vocabulary,
             activations=(self.mlp_activation,),
             norm="layer",
             norm_place=self.norm_place,
@@ -92,6 +105,10 @@ class BartConfig(PositionTableConfig):
             scales_outputs=False,
             inner_dropout=False,
         )
+
+    def encoder_options(self) -> BlockOptions:
+        """Returns what the encoder is made of."""
+        return dataclasses.replace(self.block_options(), vocab_size=self.input_vocab_size)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return list_shapes(self)

@@ -73,6 +73,16 @@ class ModelConfig:
         return self.emb_dim
 
     @property
+    def input_vocab_size(self) -> int:
+        """Number of ids that an input may have, the logits' where there is one vocabulary."""
+        return self.vocab_size
+
+    @property
+    def shares_vocabulary(self) -> bool:
+        """Whether an id is the same token in an input as in an output."""
+        return True
+
+    @property
     def logits_via_embedding(self) -> bool:
         return False
 
@@ -171,6 +181,16 @@ def list_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         names = [f"{stack}/layers_{i}/{rest}" for i in layers] or [name]
         shapes |= dict.fromkeys(names, shape)
     return shapes
+
+
+def check_encoder(name: str, config: ModelConfig) -> ModelConfig:
+    """Returns `config` if it has an encoder, of its own or another model's.
+
+    Else raises ValueError, which names the argument `name`.
+    """
+    if config.decoder_only:
+        raise mismatch_error(name, "a decoder-only model", "a model with an encoder")
+    return config
 
 
 def check_uses_backend(config: ModelConfig, got: str) -> None:

@@ -275,8 +275,9 @@ class LanguageModel:
         inputs = np.asarray(inputs, np.int32)
         inputs, input_lengths = remove_padding(self, inputs, input_lengths, attention_mask)
         inside = np.arange(inputs.shape[1]) < input_lengths[:, None]
-        self._check_tokens("inputs", inputs[inside])
-        self._check_tokens("decoder_tokens", decoder_tokens)
+        reader = (encoder or self).config
+        self._check_tokens("inputs", inputs[inside], reader.input_vocab_size)
+        self._check_tokens("decoder_tokens", decoder_tokens, self.config.vocab_size)
         if not is_decoder_only(self):
             check_positions(self.config, int(max(input_lengths, default=0)), "inputs")
             check_positions(self.config, decoder_tokens.shape[1], "decoder_tokens")
@@ -285,10 +286,10 @@ class LanguageModel:
         check_positions(self.config, int(max(input_lengths, default=0)) + decoder_tokens.shape[1])
         return continuation_logits(self.network, *join(inputs, input_lengths, decoder_tokens))
 
-    def _check_tokens(self, name: str, tokens: Int[np.ndarray, "..."]) -> None:
-        wrong = tokens[(tokens < 0) | (tokens >= self.config.vocab_size)]
+    def _check_tokens(self, name: str, tokens: Int[np.ndarray, "..."], count: int) -> None:
+        wrong = tokens[(tokens < 0) | (tokens >= count)]
         if wrong.size:
-            raise mismatch_error(name, f"id {wrong[0]}", f"0 to {self.config.vocab_size - 1}")
+            raise mismatch_error(name, f"id {wrong[0]}", f"0 to {count - 1}")
 
 
 _MOST_PAST_LOGITS = 128  # ids of a vocabulary for which a model has no logit

@@ -279,6 +279,10 @@ def check_model(target: LanguageModel, model: LanguageModel) -> None:
     got, expected = (kinds[is_decoder_only(one)] for one in (model, target))
     check(got == expected, got, f"{expected}, like the target")
     reads = model.config.encoder_dim
+    if reads is None and not is_decoder_only(model):
+        kinds = "separate vocabularies for inputs and outputs", "one vocabulary"
+        got, expected = (kinds[one.config.shares_vocabulary] for one in (model, target))
+        check(got == expected, f"a model with {got}", f"one with {expected}, like the target")
     if reads is not None:
         got = f"a model that reads encoder outputs of width {reads}"
         width = target.config.encoded_dim

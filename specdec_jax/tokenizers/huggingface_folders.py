@@ -8,15 +8,21 @@ from typing import Any
 from specdec_jax.files import places, reading
 from specdec_jax.files.places import AnyPath
 from specdec_jax.files.reading import mismatch_error, quote_value
-from specdec_jax.tokenizers import checks, vocabularies
+from specdec_jax.tokenizers import checks, piece_folders, vocabularies
+from specdec_jax.tokenizers.folder_options import (
+    added_tokens,
+    first_given,
+    named_token,
+    read_flag,
+    special_token,
+    token_text,
+)
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 _T5 = ("T5Tokenizer", "MT5Tokenizer")  # the second was a name of the first until transformers 5
 _ROBERTA = ("RobertaTokenizer", "BartTokenizer", "LongformerTokenizer", "LEDTokenizer")
 # Classes whose vocab.json and merges.txt are read as GPT-2's are.
 _GPT2 = ("GPT2Tokenizer", "CodeGenTokenizer")
-# Classes that put the code of the source language beside a text, and the usual code.
-_LANGUAGES = {"NllbTokenizer": "eng_Latn", "MBartTokenizer": "en_XX", "MBart50Tokenizer": "en_XX"}
 # Classes that say nothing about the files.
 _ANY = ("", "PreTrainedTokenizer", "TokenizersBackend", "PythonBackend")
 # The special tokens of classes with GPT-2's files, where tokenizer_config.json does not give them.
@@ -32,18 +38,14 @@ _ROBERTA_TOKENS = {
 }
 
 
-def _first_given(*values: Any) -> Any:
-    """Returns the first value that is not None."""
-    return next((value for value in values if value is not None), None)
-
-
 def open_folder(
     folder: AnyPath, stop_ids: tuple[int, ...], logits: int | None = None
 ) -> Vocabulary | None:
     """Returns the tokenizer of a folder, None if it has none.
 
-    The first that is there counts: `tokenizer.json`, `vocab.json` with `source.spm` (Marian's) or
-    with `merges.txt`, `spiece.model`, or bytes if the tokenizer's class is ByT5's.
+    The first that is there counts: `tokenizer.json`; the files of `piece_folders.py` (Marian,
+    M2M-100, mBART, NLLB, Pegasus); `vocab.json` with `merges.txt`; `spiece.model`; or bytes if the
+    tokenizer's class is ByT5's.
 
     Args:
       folder: the folder.
@@ -60,7 +62,7 @@ def open_folder(
     kind = _tokenizer_class(folder, options)
     if (folder / "tokenizer.json").exists():
         defaults = _GPT2_TOKENS if kind in _GPT2 else _ROBERTA_TOKENS
-        token = _special_token(folder, options, "eos_token") or defaults["eos_token"]
+        token = special_token(folder, options, "eos_token") or defaults["eos_token"]
         around, file = _special_tokens_around(folder, options, kind), folder / "tokenizer.json"
         vocabulary = vocabularies.TokenizerJsonVocabulary.load(
             file, eos_token=token, stop_ids=stop_ids, around=around
@@ -68,11 +70,14 @@ def open_folder(
         # Neither the file nor its class names tokens.
         if vocabulary.frame is None and kind not in ("", *_T5):
             vocabulary.reframe([], [])
+        if kind in piece_folders.LANGUAGES:
+            ids = vocabulary.special_pieces()
+            vocabulary.set_languages(piece_folders.read_languages(folder, options, kind, ids))
         return vocabulary
     model = reading.read_optional_json(folder / "config.json").get("model_type")
     kind = kind or _CLASSES.get(str(model), "")
-    if (folder / "vocab.json").exists() and (folder / "source.spm").exists():
-        return _open_marian(folder, options)
+    if piece_folders.is_folder(folder, kind):
+        return piece_folders.open_folder(folder, options, kind)
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         return _byte_level_bpe(folder, options, kind, stop_ids)
     if (folder / "spiece.model").exists() or kind.startswith("ByT5"):
@@ -81,48 +86,41 @@ def open_folder(
 
 
 # The classes of models whose ids differ from those that the files alone give.
-_CLASSES = {"bart": "BartTokenizer", "pegasus": "PegasusTokenizer", "mbart": "MBartTokenizer"}
+_CLASSES = {
+    "bart": "BartTokenizer",
+    "pegasus": "PegasusTokenizer",
+    "mbart": "MBartTokenizer",
+    "m2m_100": "M2M100Tokenizer",
+}
 
 
 def _tokenizer_class(folder: AnyPath, options: dict) -> str:
     """Returns the name of the tokenizer's class without "Fast", "" if no file gives it."""
     config = reading.read_optional_json(folder / "config.json")
-    kind = _first_given(options.get("tokenizer_class"), config.get("tokenizer_class"), "")
+    kind = first_given(options.get("tokenizer_class"), config.get("tokenizer_class"), "")
     if not isinstance(kind, str):
         path = folder / "tokenizer_config.json"
         raise mismatch_error(f"{path}: tokenizer_class", quote_value(kind), "a string")
     return kind.removesuffix("Fast")
 
 
-def _read_flag(folder: AnyPath, options: dict, name: str) -> bool:
-    value = _first_given(options.get(name), False)
-    if not isinstance(value, bool):
-        path = folder / "tokenizer_config.json"
-        raise mismatch_error(f"{path}: {name}", quote_value(value), "true or false")
-    return value
-
-
 def _special_tokens_around(
     folder: AnyPath, options: dict, kind: str
 ) -> tuple[list[str], list[str]] | None:
     """Returns the tokens that a class puts before and after a text, None if a file decides."""
-    if kind in _LANGUAGES:
-        path, name = folder / "tokenizer_config.json", "src_lang"
-        language = _token_text(options.get(name) or _LANGUAGES[kind], path, name)
-        eos = _special_token(folder, options, "eos_token") or _ROBERTA_TOKENS["eos_token"]
-        is_last = kind == "MBartTokenizer" or _read_flag(folder, options, "legacy_behaviour")
-        return ([], [eos, language]) if is_last else ([language], [eos])
+    if kind in piece_folders.LANGUAGES:  # the language comes on top
+        return [], [special_token(folder, options, "eos_token") or _ROBERTA_TOKENS["eos_token"]]
     if kind != _T5[0] and kind not in _ROBERTA:
         return None
     names = ("cls_token", "sep_token") if kind in _ROBERTA else ("eos_token",)
-    tokens = [_special_token(folder, options, name) or _ROBERTA_TOKENS[name] for name in names]
+    tokens = [special_token(folder, options, name) or _ROBERTA_TOKENS[name] for name in names]
     return tokens[:-1], tokens[-1:]
 
 
 def _add_sentinels(folder: AnyPath, options: dict, kind: str, logits: int | None) -> Vocabulary:
     """Returns the vocabulary of spiece.model, or of bytes, with its sentinels."""
     path, model = folder / "tokenizer_config.json", folder / "spiece.model"
-    added = _added_tokens(folder, options)
+    added = added_tokens(folder, options)
     extra_ids = options.get("extra_ids")
     sentinels = sum(bool(re.fullmatch(r"<extra_id_\d+>", token)) for token in added) or None
     if model.exists():
@@ -130,7 +128,7 @@ def _add_sentinels(folder: AnyPath, options: dict, kind: str, logits: int | None
             raise mismatch_error(
                 model, f"the files of a {kind}", "a T5Tokenizer's, or a tokenizer.json"
             )
-        extra_ids = _first_given(extra_ids, sentinels)
+        extra_ids = first_given(extra_ids, sentinels)
         if extra_ids is None:
             extra_ids = vocabularies.count_sentinels(
                 vocabularies.SentencePieceVocabulary.load(model).size, logits
@@ -138,57 +136,10 @@ def _add_sentinels(folder: AnyPath, options: dict, kind: str, logits: int | None
         count = vocabularies.check_extra_ids(extra_ids, path)
         vocabulary: Vocabulary = vocabularies.SentencePieceVocabulary.load(model, count)
     else:
-        count = vocabularies.check_extra_ids(_first_given(extra_ids or None, sentinels, 125), path)
+        count = vocabularies.check_extra_ids(first_given(extra_ids or None, sentinels, 125), path)
         vocabulary = vocabularies.ByteVocabulary(count)
     _check_added(folder, added, vocabulary)
     return vocabulary
-
-
-def _open_marian(folder: AnyPath, options: dict) -> vocabularies.MarianVocabulary:
-    """Returns the vocabulary of Marian's files, which source and target language share."""
-    file, model = folder / "vocab.json", folder / "source.spm"
-    if _read_flag(folder, options, "separate_vocabs"):
-        path = folder / "tokenizer_config.json"
-        raise mismatch_error(f"{path}: separate_vocabs", "true", "a vocabulary that is shared")
-    defaults = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-    names = {name: _special_token(folder, options, name) or defaults[name] for name in defaults}
-    pieces = reading.read_json(file, vocabularies.TOKENIZER_BYTES)
-    contents = reading.read_bytes(model, vocabularies.TOKENIZER_BYTES)
-    try:
-        return vocabularies.MarianVocabulary.make(pieces, contents, **names)
-    except ValueError as error:
-        raise ValueError(f"{file}, with {model.name}: {error}") from None
-
-
-def _special_token(folder: AnyPath, options: dict, name: str) -> str | None:
-    token = _named_token(folder, options, name)
-    return _token_text(token, folder / "tokenizer_config.json", name) if token else None
-
-
-def _named_token(folder: AnyPath, options: dict, name: str) -> Any:
-    """Returns a token as the folder's files give it, checked; None if none does."""
-    if options.get(name):
-        return options[name]
-    path = folder / "special_tokens_map.json"
-    if token := reading.read_optional_json(path).get(name):
-        _token_text(token, path, name)
-    return token
-
-
-def _token_text(token: Any, path: AnyPath, name: str) -> str:
-    """Returns the text of a token, which a file gives either alone or inside an object."""
-    content = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(content, str):
-        expected = "a string or an object with `content`"
-        raise ValueError(f"{path}: {name}: got {quote_value(token)}, expected {expected}")
-    return _check_utf8(content, path)
-
-
-def _check_utf8(token: str, path: AnyPath) -> str:
-    """Returns a token; raises ValueError if it has half a surrogate pair, as JSON may give it."""
-    if not token.isascii() and any("\ud800" <= character <= "\udfff" for character in token):
-        raise mismatch_error(path, f"the token {quote_value(token)}", "UTF-8 text")
-    return token
 
 
 def _byte_level_bpe(
@@ -202,23 +153,23 @@ def _byte_level_bpe(
     defaults = _ROBERTA_TOKENS if kind in _ROBERTA else _GPT2_TOKENS
     named: dict[str, Any] = {}
     for name in _ROBERTA_TOKENS:
-        if token := _named_token(folder, options, name) or defaults.get(name):
+        if token := named_token(folder, options, name) or defaults.get(name):
             named[name] = token
-    added: dict[str, int | None] = {_token_text(named[name], path, name): None for name in named}
-    added |= _added_tokens(folder, options)
+    added: dict[str, int | None] = {token_text(named[name], path, name): None for name in named}
+    added |= added_tokens(folder, options)
     entries = [*named.values(), *(options.get("added_tokens_decoder") or {}).values()]
     strips = {entry["content"]: _is_stripped(entry) for entry in entries if isinstance(entry, dict)}
     special = [
         {"content": token} | strips.get(token, {})
         for token in sorted(added, key=lambda token: added[token] or -1)
     ]
-    text = _make_tokenizer_json(file, special, _read_flag(folder, options, "add_prefix_space"))
-    eos_token = _special_token(folder, options, "eos_token") or defaults["eos_token"]
+    text = _make_tokenizer_json(file, special, read_flag(folder, options, "add_prefix_space"))
+    eos_token = special_token(folder, options, "eos_token") or defaults["eos_token"]
     around = _special_tokens_around(folder, options, kind)
     # The switches `add_bos_token` and `add_eos_token` count only where there is no tokenizer.json.
     if around is None and (kind or options.get("add_bos_token") is not None):
         before, after = (
-            [_token_text(named[mark], path, mark)] * _read_flag(folder, options, f"add_{mark}")
+            [token_text(named[mark], path, mark)] * read_flag(folder, options, f"add_{mark}")
             for mark in ("bos_token", "eos_token")
         )
         around = before, after
@@ -271,32 +222,6 @@ def _make_tokenizer_json(
 def _is_stripped(entry: dict) -> dict[str, bool]:
     """Returns whether the spaces before and after a token belong to it."""
     return {name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word")}
-
-
-def _added_tokens(folder: AnyPath, options: dict) -> dict[str, int | None]:
-    """Returns the tokens that the folder adds to its vocabulary, with ids where files give them."""
-    path, others = folder / "tokenizer_config.json", folder / "added_tokens.json"
-    # transformers 5 calls them extra_special_tokens.
-    key = "additional_special_tokens"
-    listed = options.get("extra_special_tokens") or options.get(key)
-    listed = listed or reading.read_optional_json(folder / "special_tokens_map.json").get(key) or []
-    listed = list(listed.values()) if isinstance(listed, dict) else listed
-    entries = options.get("added_tokens_decoder") or {}
-    numbers = entries if isinstance(entries, dict) else ["no object"]
-    if type(listed) is not list or not all(re.fullmatch(r"\d{1,9}", i) for i in numbers):
-        got = quote_value(entries if type(listed) is list else listed)
-        expected = "a list of tokens, and an object of tokens by id"
-        raise ValueError(f"{path}: got added tokens {got}, expected {expected}")
-    added: dict[str, int | None] = {_token_text(token, path, key): None for token in listed}
-    added |= {
-        _token_text(entry, path, "added_tokens_decoder"): int(i) for i, entry in entries.items()
-    }
-    numbered = reading.read_optional_json(others)
-    for token, i in numbered.items():
-        _check_utf8(token, others)
-        if type(i) is not int:
-            raise mismatch_error(f"{others}: {quote_value(token)}", quote_value(i), "an id")
-    return added | numbered
 
 
 def _check_added(folder: AnyPath, added: dict[str, int | None], vocabulary: Vocabulary) -> None:

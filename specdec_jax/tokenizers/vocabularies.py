@@ -1,7 +1,7 @@
 """Vocabularies: SentencePiece, bytes (ByT5) and Hugging Face's `tokenizer.json`."""
 
 import abc
-import base64
+import copy
 import functools
 import hashlib
 import io
@@ -15,6 +15,7 @@ import numpy as np
 from specdec_jax.files import reading
 from specdec_jax.files.reading import PathLike, mismatch_error, quote_value
 from specdec_jax.tokenizers import checks, special_tokens
+from specdec_jax.tokenizers.languages import Languages
 from specdec_jax.tokenizers.special_tokens import Frame, SpecialTokens
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2  # T5's ids
@@ -72,12 +73,18 @@ class Vocabulary(abc.ABC):
       frame: the ids that the tokenizer's files put before and after a text; None if the files do
         not say: then the first EOS id is put after an encoder's input, as for every T5.
       pad_id: id that pads inputs; None if there is none.
+      languages: the languages of a multilingual model; None: it has none.
+      shares_ids: whether an id is the same piece in an input as in an output.
     """
 
     size: int
     eos_ids: tuple[int, ...] = (EOS_ID,)
     frame: Frame | None = None
     pad_id: int | None = PAD_ID
+    languages: Languages | None = None
+    shares_ids: bool = True
+    _lacks_source = False  # whether inputs need a language that nobody has given
+    _output_start: tuple[int, ...] | None = None  # None: what the frame puts before a text
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.size:,} ids)"
@@ -87,7 +94,13 @@ class Vocabulary(abc.ABC):
         """Returns the ids of `text` alone: neither a frame nor an EOS."""
 
     def encode_input(self, text: str) -> list[int]:
-        """Returns the ids of an encoder's input: `text` in its frame."""
+        """Returns the ids of an encoder's input: `text` in its frame.
+
+        Raises:
+          ValueError: inputs need a language, which neither the files nor `with_languages` give.
+        """
+        if self._lacks_source and self.languages:
+            raise mismatch_error("source_language", "none", self.languages.listed())
         before, after = self.frame or ((), self.eos_ids[:1])
         return [*before, *self.encode(text), *after]
 
@@ -96,9 +109,43 @@ class Vocabulary(abc.ABC):
         before, after = self.frame or ((), ())
         return [*before, *self.encode(text), *after]
 
+    def encode_target(self, text: str) -> list[int]:
+        """Returns the ids of a text of the output, which may have a tokenizer of its own."""
+        return self.encode(text)
+
     def encode_output(self, text: str) -> list[int]:
-        """Returns the ids of an output: `text` with what its frame puts before it, and EOS."""
-        return [*(self.frame or Frame()).before, *self.encode(text), *self.eos_ids[:1]]
+        """Returns the ids of an output: `text` with what stands before it, and EOS."""
+        start = self._output_start
+        start = (self.frame or Frame()).before if start is None else start
+        return [*start, *self.encode_target(text), *self.eos_ids[:1]]
+
+    def with_languages(
+        self, source_language: str | None = None, target_language: str | None = None
+    ) -> "Vocabulary":
+        """Returns the vocabulary whose inputs and outputs are in these languages.
+
+        Only what stands around a text differs. None leaves a language as the files give it.
+
+        Raises:
+          ValueError: an unknown code, or a vocabulary without languages.
+        """
+        given = {"source_language": source_language, "target_language": target_language}
+        if self.languages is None:
+            for name, code in given.items():
+                if code is not None:
+                    expected = "none: the model's tokenizer has no languages"
+                    raise mismatch_error(name, quote_value(code), expected)
+            return self
+        made = copy.copy(self)
+        made._set_frame(*given.values())
+        return made
+
+    def _set_frame(self, source: str | None = None, target: str | None = None) -> None:
+        """Sets what stands around texts in these languages."""
+        assert self.languages is not None
+        self.frame = self.languages.make_frame(source, target, self.eos_ids[0])
+        self._lacks_source = self.languages.needs_source(source)
+        self._output_start = self.languages.start_output(target)
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -256,6 +303,10 @@ class SentencePieceVocabulary(Vocabulary):
             return True
         return self._processor.is_control(token) or self._processor.is_unknown(token)
 
+    def list_pieces(self) -> list[str]:
+        """Returns the pieces of the model by id, with its own sign for a space."""
+        return self._processor.id_to_piece(list(range(self._pieces)))
+
     def piece(self, token: int) -> str:
         if not 0 <= token < self.size:
             return f"<{token}>"
@@ -268,93 +319,6 @@ class SentencePieceVocabulary(Vocabulary):
         ids = {"eos_token": self.eos_ids[0], "pad_token": model.pad_id()}
         ids["unk_token"] = model.unk_id()
         return {name: i for name, i in ids.items() if i >= 0}
-
-
-class MarianVocabulary(Vocabulary):
-    """Marian's vocabulary: a SentencePiece model cuts texts into pieces, and a table has their ids.
-
-    A language code such as `>>deu<<` at the beginning of a text is one piece. Pieces that the table
-    lacks are unknown. Inputs end with EOS.
-    """
-
-    def __init__(self, text: str):
-        """Reads a vocabulary.
-
-        Args:
-          text: a JSON object: `pieces`, the ids of pieces; `source_spm`, the SentencePiece model in
-            base64; `eos_token`, `unk_token` and `pad_token`, which are pieces.
-
-        Raises:
-          ValueError: one of them is missing or unsound.
-        """
-        self.text, content = text, reading.parse_json(text)
-        pieces = content.get("pieces")
-        self._names: dict[str, int] = {}
-        if not isinstance(pieces, dict) or not pieces:
-            raise ValueError(f"got pieces {quote_value(pieces)}, expected an object with their ids")
-        checks.check_ids(pieces.items())
-        for name in ("eos_token", "unk_token", "pad_token"):
-            token = content.get(name)
-            if not isinstance(token, str) or token not in pieces:
-                got = f"{name} {quote_value(token)}"
-                raise ValueError(f"got {got}, expected a piece of the vocabulary")
-            self._names[name] = pieces[token]
-        try:
-            model = base64.b64decode(str(content.get("source_spm")))
-        except ValueError as error:
-            raise ValueError(f"got source_spm that is no base64 ({error})") from None
-        self._source = SentencePieceVocabulary(model, needs_eos=False)
-        self._ids, self._pieces = pieces, {i: piece for piece, i in pieces.items()}
-        self.size = max(self._pieces) + 1
-        self.eos_ids, self.pad_id = (self._names["eos_token"],), self._names["pad_token"]
-        self._special = SpecialTokens({self._pieces[i]: i for i in self._names.values()})
-
-    @classmethod
-    def make(cls, pieces: dict[str, int], model: bytes, **names: str) -> "MarianVocabulary":
-        """Makes a vocabulary of the parts of its `text`."""
-        content = {"pieces": pieces, "source_spm": base64.b64encode(model).decode(), **names}
-        return cls(json.dumps(content, ensure_ascii=False))
-
-    @classmethod
-    def load(cls, path: PathLike) -> "MarianVocabulary":
-        """Reads a file; errors as for the class."""
-        text = reading.read_text(path, TOKENIZER_BYTES)
-        try:
-            return cls(text)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for i, part in enumerate(self._special.split(text)):
-            code = re.match(r">>.*?<<", part, re.DOTALL) if i % 2 == 0 else None
-            start = code.end() if code else 0
-            names = [part] if i % 2 else [part[:start]] * bool(code)
-            names += [] if i % 2 else self._source.cut(part[start:])
-            unknown = self._names["unk_token"]
-            ids += [self._ids.get(name, unknown) for name in names]
-        return ids
-
-    def decode(self, ids: Iterable[int]) -> str:
-        text, run, unknown = "", [], self._names["unk_token"]
-        for token in [*map(int, ids), unknown]:
-            if token in (self.eos_ids[0], self.pad_id) or token not in self._pieces:
-                continue
-            if token != unknown:
-                run.append(self._pieces[token])
-                continue
-            text += self._source.join(run) + self._pieces[unknown] + " "
-            run = []
-        return text[: -len(self._pieces[unknown]) - 1].replace("▁", " ").strip()
-
-    def is_special(self, token: int) -> bool:
-        return token in self._names.values() or token not in self._pieces
-
-    def piece(self, token: int) -> str:
-        return self._pieces.get(token, f"<{token}>").replace("▁", " ")
-
-    def special_ids(self) -> dict[str, int]:
-        return dict(self._names)
 
 
 class ByteVocabulary(Vocabulary):
@@ -475,6 +439,17 @@ class TokenizerJsonVocabulary(Vocabulary):
         self._dropped = {i for i in (self.eos_ids[0], self.pad_id) if i is not None}
         added = self._tokenizer.get_added_tokens_decoder()
         self._no_text = {i for i, token in added.items() if token.special} | self._dropped
+
+    def special_pieces(self) -> dict[str, int]:
+        """Returns the ids of the special tokens that the file adds, by their text."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
+
+    def set_languages(self, languages: Languages) -> None:
+        """Sets the languages, and the frame of the default one; decoded text omits their tokens."""
+        self.languages = languages
+        self._set_frame()
+        self._dropped |= set(languages.codes.values())
 
     @classmethod
     def load(

@@ -131,6 +131,12 @@ class TeacherConfig(RunConfig):
         "how the best parameters are chosen: by validation loss, acceptance (alpha at temperature"
         " 1) or agreement (at 0)",
     )
+    source_language: str | None = make_option(
+        None, "code of the sources' language, for a model with several (default: the tokenizer's)"
+    )
+    target_language: str | None = make_option(
+        None, "code of the outputs' language, for a model with several"
+    )
     masks: int = make_option(
         0,
         "tokens after a random place of each target that are predicted from mask tokens, for a"

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from specdec_jax.checkpoints import loader
+from specdec_jax.decoding.checks import SamplingChanges
 from specdec_jax.decoding.continuous_batching import decode_all
 from specdec_jax.files.progress import Progress
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.arguments import document_fields, make_option
+from specdec_jax.models.family import ModelConfig, check_encoder
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.t5 import T5Config, check_t5
-from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.models.model_defaults import ModelDefaults
+from specdec_jax.models.t5 import T5Config
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 from specdec_jax.training.batches import check_buckets
 from specdec_jax.training.config import TeacherConfig, TrainConfig
@@ -95,15 +97,22 @@ class DistillConfig(TeacherConfig):
         expected = f"at most the longest bucket, {longest}"
         self.expect("max_new_tokens", self.max_new_tokens <= longest, expected)
 
-    def drafter_config(self, target: T5Config) -> T5Config:
-        """Returns the drafter's configuration."""
-        network = check_t5("drafter", loader.load_shape(self.drafter)) if self.drafter else target
+    def drafter_config(self, target: ModelConfig) -> ModelConfig:
+        """Returns the drafter's configuration; a new drafter is a T5, whatever the target is."""
+        rounding: dict[str, Any] = dict(dtype="float32", matmul_dtype=self.matmul_dtype)
+        if self.drafter:
+            return check_encoder("drafter", loader.load_shape(self.drafter)).replace(**rounding)
         shape: dict[str, Any] = dict(zip(_SHAPE, self.drafter_shape))
-        if shape and not shape["num_encoder_layers"]:
-            shape["encoder_dim"] = target.emb_dim
-        return network.replace(**shape, dtype="float32", matmul_dtype=self.matmul_dtype)
+        if not shape["num_encoder_layers"]:
+            shape["encoder_dim"] = target.encoded_dim
+        if isinstance(target, T5Config):
+            return target.replace(**shape, **rounding)
+        shape["logits_via_embedding"] = target.logits_via_embedding
+        return T5Config(target.vocab_size, **shape, **rounding)
 
-    def train_config(self, model: T5Config, vocabulary_size: int, files: list[str]) -> TrainConfig:
+    def train_config(
+        self, model: ModelConfig, vocabulary_size: int, files: list[str]
+    ) -> TrainConfig:
         """Returns the settings of the second stage, which learns from files of outputs."""
         own: dict[str, Any] = dict(
             train_files=[name for name in files if name.startswith("outputs-train")],
@@ -213,6 +222,10 @@ def _yield_lines(
       NonFiniteLogitsError: there is no output at all.
     """
     chosen = slice(start, start + config.shard_size)
+    known = target.generation_config or ModelDefaults()
+    # What no output of the target has, or what all begin with, but neither beams nor penalties.
+    names = ("forced_bos_token_id", "bad_words_ids", "suppress_tokens")
+    kept = ModelDefaults(**{name: getattr(known, name) for name in names})
     outputs = decode_all(
         target,
         job.sources[chosen],
@@ -220,11 +233,12 @@ def _yield_lines(
         seed=config.seed,
         first=job.first + start,
         num_samples=job.per_source,
-        sampling=SamplingConfig(temperature=config.temperature if job.samples else 0.0),
+        sampling=SamplingChanges({"temperature": config.temperature if job.samples else 0.0}),
         max_new_tokens=config.max_new_tokens,
         max_input_length=config.buckets[-1],
         non_finite="report",
-        generation_config=None,
+        generation_config=kept,
+        target_language=config.target_language,
     )
     texts = [text for text in job.texts[chosen] for _ in range(job.per_source)]
     lost = []

@@ -174,7 +174,7 @@ class Run:
         self.objective = Objective(
             network.module(),
             config.label_smoothing,
-            start_token=ids.start_token,
+            start_token=_choose_start(config, ids),
             masks=config.masks,
         )
         self.teacher_params = None
@@ -407,19 +407,18 @@ def _load_teacher(config: TrainConfig) -> LanguageModel | None:
     model = config.model
     teacher = loader.load(config.teacher, set_dtype(config, model).dtype)
     shape = teacher.config
-    kind, expected = type(shape).__name__, type(model).__name__
+    kinds = "a model with an encoder", "a decoder-only model"
+    kind, expected = (kinds[one.decoder_only] for one in (shape, model))
     expect(kind == expected, "teacher", kind, f"{expected}, like the model")
-    positions, length = shape.max_positions, config.sequence_length
-    enough = positions is None or length is None or positions >= length
-    expect(enough, "teacher", f"{positions} positions", f"at least sequence_length = {length}")
+    check_lengths(config, "teacher", shape)
     same_width = shape.vocab_size == model.vocab_size
     expected = f"model.vocab_size = {model.vocab_size}"
     expect(same_width, "teacher", f"{shape.vocab_size} logits", expected)
     expected = "a model with an encoder of its own"
     expect(shape.encoder_dim is None, "teacher", config.teacher, expected)
-    same_width = model.encoder_dim in (None, shape.emb_dim)
+    same_width = model.encoder_dim in (None, shape.encoded_dim)
     expected = f"model.encoder_dim = {model.encoder_dim}"
-    expect(same_width, "teacher", f"an encoder of width {shape.emb_dim}", expected)
+    expect(same_width, "teacher", f"an encoder of width {shape.encoded_dim}", expected)
     return teacher
 
 
@@ -455,8 +454,29 @@ def _choose_vocabulary(config: TrainConfig, teacher: LanguageModel | None) -> Ru
     return choose_vocabulary(config.vocabulary, output, size, given, config.corpus, make)
 
 
+def check_lengths(config: TrainConfig, name: str, shape: ModelConfig) -> None:
+    """Raises ValueError, which begins with `name`, for examples longer than a model's positions."""
+    lengths = {"sequence_length": config.sequence_length}
+    if not shape.decoder_only:
+        lengths = {"buckets": config.buckets[-1]}
+        lengths |= {"target_buckets": config.target_buckets[-1]} if config.target_buckets else {}
+    for option, length in lengths.items():
+        positions = shape.max_positions
+        enough = positions is None or length is None or positions >= length
+        expect(enough, name, f"{positions} positions", f"at least {option} = {length}")
+
+
+def _choose_start(config: TrainConfig, ids: RunVocabulary) -> int:
+    """Returns what decoders are fed first: a language's token where that is the start token."""
+    languages = ids.vocabulary.languages
+    if languages is None or languages.target != "start" or config.target_language is None:
+        return ids.start_token
+    return languages.find("target_language", config.target_language)
+
+
 def _make_batches(
     config: TrainConfig, ids: RunVocabulary, paths: Sequence[AnyPath]
 ) -> BucketedBatches:
     limits = config.model.vocab_size, config.batch_tokens, config.seed, ids.start_token
-    return config.corpus.batches(ids.vocabulary, paths, *limits)
+    languages = config.source_language, config.target_language
+    return config.corpus.batches(ids.vocabulary.with_languages(*languages), paths, *limits)

@@ -75,6 +75,7 @@ def drafted(drafter, state, rows):
 def follow(drafter, iterations: int = 7) -> collections.Counter:
     """Compares every draft of some iterations with the slow rows; counts what was seen."""
     size, width = drafter.ngram - 1, drafter.window
+    nodes, guesses = drafter.number_nodes()
     state, request = prepare(
         TARGET,
         INPUTS,
@@ -96,8 +97,7 @@ def follow(drafter, iterations: int = 7) -> collections.Counter:
         for row in np.flatnonzero(~done):
             first, valid = before[row], draft.valid[row]
             ids = np.where(valid, draft.tokens[row], -1)
-            chains = ids[1 : 1 + drafter.guesses * size].reshape(-1, size).tolist()
-            columns = ids[1 + drafter.guesses * size :].reshape(width, size)
+            chains, columns = ids[guesses.T].tolist(), ids[nodes.T]
             grams = slow[row].find(tokens[row, first - 1], drafter.guesses, drafter.pool)
             seen["grams"] += len(grams)
             grams += [(-1,) * size] * (drafter.guesses - len(grams))
@@ -111,7 +111,7 @@ def follow(drafter, iterations: int = 7) -> collections.Counter:
                     seen["guesses"] += 1
             levels = [*columns.T.tolist(), []]
             for column in range(width):
-                node = 1 + drafter.guesses * size + column * size + size - 1
+                node = nodes[-1, column]
                 path = ids[tree.lines[node, 1 : 1 + tree.depths[node]]].tolist()
                 text = [*tokens[row, :first].tolist(), *path]
                 logits = TARGET.logits([INPUTS[row]], [text], [len(INPUTS[row])])[0, -1]
@@ -170,14 +170,17 @@ def test_the_tree():
     drafter = sd.LookaheadDecoding()
     tree, size = drafter.tree, drafter.ngram - 1
     assert tree.size - 1 == 56 == (drafter.window + drafter.guesses) * size
-    for chain in range(drafter.guesses):
-        node = (chain + 1) * size
-        assert tree.depths[node] == size and tree.lines[node, 1] == 1 + chain * size
-    for level, nodes in enumerate(drafter.window_nodes()):
+    window, guesses = drafter.number_nodes()
+    for chain in guesses.T:
+        assert tree.depths[chain[-1]] == size
+        np.testing.assert_array_equal(tree.lines[chain[-1], 1 : 1 + size], chain)
+    for level, nodes in enumerate(window):
         np.testing.assert_array_equal(tree.depths[nodes], 1 + level + np.arange(drafter.window))
         for column, node in enumerate(nodes):
-            chain = drafter.window_nodes()[0, : column + 1]
-            np.testing.assert_array_equal(tree.lines[node, 1 : column + 2], chain)
+            line = [*window[0, : column + 1], *window[1 : level + 1, column]]
+            np.testing.assert_array_equal(tree.lines[node, 1 : column + level + 2], line)
+    first = set(range(1, 1 + 2 * size))  # of two parts one is of the window, one of the pool
+    assert first == {*window[:, 0].tolist(), *guesses[:, 0].tolist()}
 
 
 # --- In the engine ---

@@ -47,9 +47,12 @@ def test_greedy_output_is_that_of_plain_decoding(gamma):
 
 def guess(tokens: list[int], row: int, gamma: int) -> list[int]:
     """Returns the argmax after `tokens`, and after each of γ − 1 masks behind them."""
-    fed = np.array([[*tokens, *[0] * (gamma - 1)]])
-    logits = np.asarray(model().logits(np.array([INPUTS[row]]), fed))[0]
-    return logits[len(tokens) - 1 :].argmax(-1).tolist()
+    fed = np.zeros((1, LIMIT + GAMMA), np.int32)  # one shape for all rows: one compilation
+    fed[0, : len(tokens)] = tokens
+    inputs = np.zeros((1, max(map(len, INPUTS))), np.int32)
+    inputs[0, : len(INPUTS[row])] = INPUTS[row]
+    logits = np.asarray(model().logits(inputs, fed, [len(INPUTS[row])]))[0]
+    return logits[len(tokens) - 1 :][:gamma].argmax(-1).tolist()
 
 
 def test_it_drafts_what_the_model_says_of_masks():

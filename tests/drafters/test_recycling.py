@@ -135,13 +135,14 @@ def test_successors_are_drafted():
     for options in (dict(gamma=4), dict(tree=Tree.uniform((2, 2, 2)))):
         state, request = prepare(TARGET, inputs, drafter=drafter, eos_ids=(), **options)
         if "gamma" in options:
-            _, draft = drafter.draft(jnp.asarray(table), state, np.full(2, 4, np.int32))
+            draft_chain = jax.jit(drafter.draft)  # one program, not one an operation
+            _, draft = draft_chain(jnp.asarray(table), state, np.full(2, 4, np.int32))
             np.testing.assert_array_equal(draft.num_drafted, [3, 1])
             np.testing.assert_array_equal(draft.tokens[0, :3], [5, 7, 9])
             np.testing.assert_array_equal(draft.tokens[1, :1], [5])
             continue
         rows = np.full(2, 99, np.int32)
-        _, draft = drafter.draft_tree(jnp.asarray(table), state, rows, rows)
+        _, draft = jax.jit(drafter.draft_tree)(jnp.asarray(table), state, rows, rows)
         tree = state.config.tree
         paths = [
             {
@@ -191,20 +192,33 @@ def test_output_of_sampled_rows(shape, verifier):
     assert 0 < result.stats.accepted < result.stats.drafted
 
 
+REFILLED = dict(max_new_tokens=12, gamma=3, eos_ids=(8,))
+
+
+def decode_alone():
+    return sd.generate(TARGET, INPUTS[:8], drafter=own(), **REFILLED)
+
+
+def decode_refilled(drafter) -> dict:
+    return dict(sd.decode_stream(TARGET, INPUTS[:8], batch_size=2, drafter=drafter, **REFILLED))
+
+
+@pytest.mark.slow
 def test_a_row_begins_with_an_empty_table():
-    """Refilled rows draft what they draft alone; a shared table knows what rows before learnt."""
-    inputs, options = INPUTS[:8], dict(max_new_tokens=12, gamma=3, eos_ids=(8,))
-    expected = sd.generate(TARGET, inputs, drafter=own(), **options)
-    refilled = dict(sd.decode_stream(TARGET, inputs, batch_size=2, drafter=own(), **options))
+    """Refilled rows draft what they draft alone."""
+    expected, refilled = decode_alone(), decode_refilled(own())
     for row, stats in enumerate(expected.stats.per_row):
         (output,) = refilled[row]
         assert output.tokens == expected.tokens[row, : expected.lengths[row]].tolist()
         assert output.stats.drafted == stats.drafted and output.stats.accepted == stats.accepted
-    shared = sd.TokenRecycling(V, shared=True)
-    known = dict(sd.decode_stream(TARGET, inputs, batch_size=2, drafter=shared, **options))
-    assert [known[row][0].tokens for row in range(8)] == [
-        refilled[row][0].tokens for row in range(8)
-    ]
+
+
+@pytest.mark.slow
+def test_a_shared_table_knows_what_rows_before_learnt():
+    expected, known = decode_alone(), decode_refilled(sd.TokenRecycling(V, shared=True))
+    for row in range(8):
+        (output,) = known[row]
+        assert output.tokens == expected.tokens[row, : expected.lengths[row]].tolist()
     drafted = sum(rows[0].stats.drafted for rows in known.values())
     assert drafted > expected.stats.drafted
 
@@ -296,3 +310,17 @@ def test_what_is_rejected():
 def test_its_name_on_the_command_line():
     drafter = make_named_drafter("recycling", TARGET, None, None)
     assert drafter == own() and drafter.name == "token recycling" and drafter.kinds == POINTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [own, lambda: sd.LookaheadDecoding(3, 3, 2)])
+def test_streams_give_what_generate_gives(make):
+    options = dict(drafter=make(), max_new_tokens=12, decoder_prefix=[PREFIXES[3]], key=KEY)
+    options |= dict(sampling=sd.SamplingConfig(temperature=0.9), eos_ids=(8,))
+    whole = sd.generate(TARGET, INPUTS[3:4], **options)
+    state, request = prepare(TARGET, INPUTS[3:4], **options)
+    while not np.all(state.done):
+        state = sd.advance(request.network, request.drafter, state, np.int32(1))
+    result = sd.finish(TARGET, state, request)
+    np.testing.assert_array_equal(result.tokens, whole.tokens)
+    assert result.stats.accepted == whole.stats.accepted

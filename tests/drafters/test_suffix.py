@@ -1,6 +1,8 @@
 """Continuations of earlier texts beside slow searches, in jobs, in files and commands."""
 
 import functools
+import pathlib
+import sys
 import types
 
 import jax
@@ -14,7 +16,7 @@ from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.drafters.continuations import Texts, follow_passages
-from specdec_jax.drafters.sorted_file import join_sequences
+from specdec_jax.drafters.sorted_file import join_sequences, write_text
 from specdec_jax.drafters.sorted_text import DEPTH, find_places, sort_places
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -314,6 +316,29 @@ def test_a_file_is_mapped_and_drafts_as_in_memory(tmp_path, vocab):
     for leaf in (drafter.text.ids, drafter.text.order):  # whole pages of the file
         assert leaf.unsafe_buffer_pointer() % 4096 == 0
     assert not drafter.remembers and drafter.vocab_size == vocab
+
+
+@slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_mapped_file_takes_no_memory_of_its_own(tmp_path):
+    """It is 12 MB; what a search reads of it the system may forget."""
+    path, vocab = tmp_path / "a.suffix", 70_000
+    ids = np.random.default_rng(0).integers(1, vocab, 1_500_000).astype(np.int32)
+    ids[::30] = 0
+    write_text(path, ids, vocab, "")
+    ending = jnp.array([ids[1000 - DEPTH : 1000][::-1]])
+
+    def memory() -> int:
+        status = pathlib.Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+
+    drafter = sd.SuffixDrafter.load(path)
+    assert search(drafter.text, ending, 8).match.max() == 9, "from the end before it"
+    del drafter
+    before = memory()
+    drafter = sd.SuffixDrafter.load(path)
+    assert search(drafter.text, ending, 8).match.max() == 9
+    assert memory() - before < 5e6 < path.stat().st_size / 2
 
 
 def test_files_of_other_vocabularies_are_rejected(target, tmp_path):

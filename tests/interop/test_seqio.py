@@ -336,3 +336,17 @@ def test_an_example_without_output_is_null_and_to_metrics_empty(toys, target):
     values, notes = job.evaluate(lines)
     assert set(values["toy_more"]) == {"words", "kinds"}
     assert notes == ["no output, which metrics take for an empty one: 1 examples"]
+
+
+@needs_seqio
+def test_parts_of_a_task_join_into_what_one_run_gives(generate, toys, tmp_path):
+    """Metrics need all lines: a part prints why there are none."""
+    whole, parts = tmp_path / "whole", [tmp_path / "0", tmp_path / "1"]
+    assert generate("--task=toy_text", f"--output_file={whole}")[0] == 0
+    for number, part in enumerate(parts):
+        code, _, error = generate("--task=toy_text", f"--shard={number}/2", f"--output_file={part}")
+        assert code == 0 and f"--shard={number}/2: no metrics of a part" in error
+        assert not part.with_name(f"{part.name}.metrics.json").exists()
+    assert "".join(part.read_text() for part in parts) == whole.read_text()
+    code, _, error = generate("--task=toy_text", "--shard=0/999", f"--output_file={whole}")
+    assert code == 2 and "shard: got '0/999' of" in error

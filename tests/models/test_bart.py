@@ -3,62 +3,26 @@
 `scripts/write_golden_bart.py` describes the files.
 """
 
-import functools
 import json
 import shutil
+import tracemalloc
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from golden_bart import NAMES, decode, draft, golden, load, plain_options
 from golden_models import GOLDEN
 from tiers import parametrize
 
 import specdec_jax as sd
-from specdec_jax.checkpoints import native_format
-from specdec_jax.models import parameters
-from specdec_jax.tokenizers import huggingface_folders, vocabularies
+from specdec_jax.analysis.agreement import agreement
+from specdec_jax.checkpoints import huggingface_bart, native_format
+from specdec_jax.drafters.assisted import AssistedNGramDrafter
+from specdec_jax.models.bart import BartConfig
+from specdec_jax.tokenizers import huggingface_folders, piece_tables
 
-NAMES = ("marian", "bart", "mbart", "pegasus", "m2m_100")
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-@functools.cache
-def load(name):
-    return sd.load(GOLDEN / "hf_bart" / name, "float32", say=lambda line: None)
-
-
-@functools.cache
-def golden(name):
-    return dict(np.load(GOLDEN / "hf_bart" / name / "io.npz"))
-
-
-@functools.cache
-def draft(name):
-    """A smaller model of the same kind, which agrees with the target now and then."""
-    target = load(name)
-    config = target.config.replace(num_decoder_layers=1, num_encoder_layers=1)
-    shapes, params = parameters.parameter_shapes(config), parameters.flatten(target.params)
-    tree = parameters.unflatten({key: params[key] for key in shapes})
-    ids = dict(start_token=target.start_token, eos_ids=target.eos_ids)
-    return sd.ModelDrafter(sd.LanguageModel(config, tree, **ids))
-
-
-def decode(name, **options):
-    """Returns new tokens, −1 after the EOS."""
-    numbers = golden(name)
-    rows = [row[:n].tolist() for row, n in zip(numbers["inputs"], numbers["input_lengths"])]
-    result = sd.generate(load(name), rows, **options)
-    made = np.full_like(numbers["greedy"], -1)
-    for row, tokens, count in zip(made, result.tokens, result.lengths):
-        row[:count] = tokens[:count]
-    return made
-
-
-def plain_options(name):
-    pad = load(name).generation_config.bad_words_ids[0][0]
-    sampling = sd.SamplingConfig(forbidden_tokens=(pad,), no_repeat_ngram=2)
-    return dict(generation_config=None, sampling=sampling, max_new_tokens=14)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -104,13 +68,18 @@ DRAFTERS = {
 
 def shortlisted(name):
     drafter = draft(name)
-    return sd.ModelDrafter(drafter.model, shortlist=sorted({1, *range(0, 48, 2)}))
+    ids = {1, *range(0, drafter.model.config.vocab_size, 2)}
+    return sd.ModelDrafter(drafter.model, shortlist=sorted(ids))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bart", "pegasus"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_drafts_change_no_token(kind, name):
+    if (kind, name) == ("prompt lookup", "marian_separate"):
+        pytest.skip("inputs are not copied")
+    if (kind, name) == ("early exit", "marian"):
+        pytest.skip("it has one layer")
     plain = plain_options(name) | (dict(num_beams=4) if kind == "beams" else {})
     expected = decode(name, **plain)
     given = plain | DRAFTERS[kind](name)
@@ -153,10 +122,11 @@ def edit(folder, **changes):
 
 REJECTED = {
     "separate embeddings": (
-        "marian",
+        "bart",
         dict(share_encoder_decoder_embeddings=False),
         "share_encoder_decoder_embeddings: got False, expected true",
     ),
+    "ids of outputs": ("marian_separate", dict(decoder_vocab_size=39), "embedding: got shape"),
     "stacks of other widths": ("bart", dict(decoder_ffn_dim=32), "decoder_ffn_dim: got 32, expec"),
     "heads": ("bart", dict(decoder_attention_heads=4), "decoder_attention_heads: got 4, expected"),
     "activation": ("bart", dict(activation_function="mish"), "got 'mish', expected one of gelu"),
@@ -190,10 +160,10 @@ def test_an_mbart_without_a_language_is_rejected(tmp_path):
 
 
 LANGUAGES = {
-    "NllbTokenizer": ({}, ["eng_Latn", "a", "</s>"]),
+    "NllbTokenizer": ({"src_lang": "eng_Latn"}, ["eng_Latn", "a", "</s>"]),
     "NllbTokenizerFast": ({"src_lang": "deu_Latn"}, ["deu_Latn", "a", "</s>"]),
     "MBart50Tokenizer": ({"src_lang": "de_DE"}, ["de_DE", "a", "</s>"]),
-    "MBartTokenizer": ({}, ["a", "</s>", "en_XX"]),
+    "MBartTokenizer": ({"src_lang": "en_XX"}, ["a", "</s>", "en_XX"]),
 }
 
 
@@ -210,7 +180,7 @@ def test_the_class_puts_the_language_beside_a_text(kind, tmp_path):
     vocabulary = huggingface_folders.open_folder(tmp_path, (1,))
     assert vocabulary.encode_input("a") == [ids[name] for name in expected]
     config.write_text(json.dumps({"tokenizer_class": kind, "src_lang": "fra_Latn"}))
-    with pytest.raises(ValueError, match="got 'fra_Latn' around a text, expected a token of the"):
+    with pytest.raises(ValueError, match="src_lang: got 'fra_Latn', expected one of "):
         huggingface_folders.open_folder(tmp_path, (1,))
 
 
@@ -232,12 +202,26 @@ def test_marians_tokenizer_is_transformers(tmp_path):
     broken = [{}, {"pieces": {"a": -1}}, sound | {"eos_token": ["x"]}, sound | {"source_spm": 5}]
     for text in map(json.dumps, broken):
         with pytest.raises(ValueError, match="^got "):
-            vocabularies.MarianVocabulary(text)
+            piece_tables.PieceTableVocabulary(text)
     (tmp_path / "tokenizer_config.json").write_text('{"separate_vocabs": true}')
-    with pytest.raises(
-        ValueError, match="separate_vocabs: got true, expected a vocabulary that is"
-    ):
+    with pytest.raises(ValueError, match="target_vocab.json: got "):
         huggingface_folders.open_folder(tmp_path, (0,))
+
+
+def test_ids_of_two_vocabularies_are_not_mixed_up():
+    target = load("marian_separate")
+    assert (target.config.input_vocab_size, target.config.vocab_size) == (48, 40)
+    inputs = [[45, 5, 0]]  # 45 is an id of inputs alone
+    for drafter in (sd.PromptLookupDrafter(), AssistedNGramDrafter()):
+        with pytest.raises(ValueError, match="expected one that does not copy: ids of inputs are"):
+            sd.generate(target, inputs, drafter=drafter, gamma=2)
+    with pytest.raises(ValueError, match="got ids outside the vocabulary, expected 0 to 47"):
+        sd.generate(target, [[48, 0]])
+    with pytest.raises(ValueError, match="got ids outside the vocabulary, expected 0 to 39"):
+        sd.generate(target, inputs, decoder_prefix=[[45]])
+    other = sd.ModelDrafter(load("marian"))
+    with pytest.raises(ValueError, match="a model with one vocabulary, expected one with separate"):
+        sd.generate(target, inputs, drafter=other, gamma=2)
 
 
 def test_an_input_past_a_drafters_encoder_is_rejected():
@@ -250,3 +234,38 @@ def test_an_input_past_a_drafters_encoder_is_rejected():
     inputs = np.full((1, 20), 3, np.int32)
     with pytest.raises(ValueError, match="drafter: got an input of 20 tokens, expected at most"):
         sd.generate(target, inputs, drafter=sd.ModelDrafter(drafter), max_new_tokens=4, gamma=2)
+
+
+@pytest.mark.parametrize("kind", ["marian", "m2m_100"])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_a_formulas_table_takes_no_more_memory_than_it_has(kind, transpose):
+    shape = dict(vocab_size=8, num_heads=1, num_encoder_layers=1, num_decoder_layers=1, mlp_dim=8)
+    config = BartConfig(**shape, emb_dim=256, num_positions=20_000)
+    name = "encoder/position_embedder/embedding"
+    options = {"model_type": kind}
+    table = huggingface_bart._read_positions(name, config, options, {})[name]
+    tracemalloc.start()
+    array = table.read(np.dtype("float32"), transpose)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert array.shape == ((256, 20_000) if transpose else (20_000, 256))
+    blocks = 10 * 4 * 2**20  # beside the table: angles, sines and cosines of one block, in float64
+    assert most < array.nbytes + blocks < 5 * array.nbytes
+    rows = huggingface_bart._KINDS[kind].make_positions(np.arange(20_000), 256, 1)
+    whole = rows.astype(np.float32)
+    np.testing.assert_array_equal(array, whole.T if transpose else whole)
+
+
+@pytest.mark.slow
+def test_outputs_are_scored_within_the_positions_of_a_model():
+    """Their padded length, 12, is more than the target has positions."""
+    shape = dict(vocab_size=24, emb_dim=16, num_heads=2, num_encoder_layers=1, mlp_dim=32)
+    shape |= dict(num_decoder_layers=1)
+    target, drafter = (
+        sd.LanguageModel.random(BartConfig(**shape, num_positions=positions), seed=positions)
+        for positions in (11, 15)
+    )
+    tokens, lengths = np.full((2, 11), 5, np.int32), np.array([11, 4])
+    config = sd.SamplingConfig(temperature=1.0)
+    agreed = agreement(target, drafter, [[3, 1], [4, 1]], tokens, lengths, config)
+    assert agreed.overlap.shape == (2, 11) and (agreed.overlap[0] > 0).all()

@@ -29,7 +29,7 @@ from specdec_jax.models.network import Network
 from specdec_jax.tokenizers import huggingface_folders
 from specdec_jax.tokenizers.vocabularies import TokenizerJsonVocabulary
 
-NAMES = ("t5gemma_capped", "gemma2_capped", "gemma2_plain", "t5gemma_plain")
+NAMES = ("t5gemma_capped", "gemma2_plain", "gemma2_capped", "t5gemma_plain")
 NAMES += ("gemma3_text", "t5gemma2")
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -291,7 +291,7 @@ def without_encoder(name):
     target = load(name)
     if target.config.decoder_only:
         row = golden(name)["greedy"][0]
-        return sd.NGramDrafter.count([row[row >= 0].tolist()], 48, 2)
+        return sd.NGramDrafter.count([row[row >= 0].tolist()], 48, 2, start_token=2)
     shape = dict(num_heads=2, head_dim=8, num_encoder_layers=0, num_decoder_layers=1, mlp_dim=16)
     shape |= dict(vocab_size=48, emb_dim=16, encoder_dim=target.config.encoded_dim)
     ids = dict(start_token=target.start_token, eos_ids=target.eos_ids)

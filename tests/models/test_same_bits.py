@@ -183,7 +183,7 @@ def drafter(family, width, quantize=None, kind="model"):
     "options",
     [dict(gamma=6), dict(tree=sd.Tree.uniform((3, 2, 1)))],
     ids=["chain", "tree"],
-    first=1,
+    first=0,
 )
 def test_decoding(options):
     check_decoding("t5", 512, None, drafter=drafter("t5", 512), **options)

@@ -374,6 +374,20 @@ def test_a_policy_of_ones_own_counts_nodes():
     np.testing.assert_array_equal(result.tokens, plain)
 
 
+class Hesitant(sd.Policy):
+    """Wants no token once it has seen what the first one was drawn from."""
+
+    needs_probs = True
+
+    def budget(self, state, seen):
+        return jnp.zeros(len(seen.prob), jnp.int32)
+
+
+def test_a_token_that_was_drawn_stays_in_the_draft():
+    """Whatever a policy makes of it: to drop some tokens, and others not, would bias the output."""
+    assert min(drafted(gamma=Hesitant(3))) > 0
+
+
 def variant(**methods):
     return type("Own", (Two,), methods)(4)
 

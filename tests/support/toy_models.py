@@ -212,6 +212,8 @@ class HashModel:
         self.network, self.fingerprint = HashNetwork(self.dist), str(self.dist)
         self.config = types.SimpleNamespace(
             vocab_size=vocab_size,
+            input_vocab_size=vocab_size,
+            shares_vocabulary=True,
             emb_dim=vocab_size,
             dtype="float32",
             encoder_dim=None,
@@ -274,7 +276,12 @@ class EchoModel:
         self.network, self.config = (
             EchoNetwork(vocabulary.size, wrong),
             types.SimpleNamespace(
-                vocab_size=vocabulary.size, encoder_dim=None, decoder_only=False, max_positions=None
+                vocab_size=vocabulary.size,
+                input_vocab_size=vocabulary.size,
+                shares_vocabulary=True,
+                encoder_dim=None,
+                decoder_only=False,
+                max_positions=None,
             ),
         )
         self.vocabulary, self.start_token, self.eos_ids, self.name = vocabulary, 0, (1,), "echo"

@@ -277,8 +277,8 @@ CLASSES = {
     ),
     "pieces of another class": (
         "spiece",
-        "PegasusTokenizerFast",
-        "spiece.model: got the files of a PegasusTokenizer",
+        "BigBirdTokenizerFast",
+        "spiece.model: got the files of a BigBirdTokenizer",
     ),
     "no class": ("spiece", 5, "tokenizer_class: got 5, expected a string"),
 }

@@ -12,8 +12,10 @@ from specdec_jax.checkpoints import loader
 from specdec_jax.decoding.continuous_batching import decode_all
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.drafters.early_exit import EarlyExitDrafter
+from specdec_jax.drafters.lookahead import LookaheadDecoding
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_jax.drafters.recycling import TokenRecycling
 from specdec_jax.drafters.self_drafting import SelfDrafter
 from tools.results.cases import NEW_TOKENS, Case, drafts, load_target, time_cases
 from tools.results.pair import count_table
@@ -46,6 +48,14 @@ def measure_only(settings: Settings) -> Rows:
     for layers in (1, 2, 3):
         exits = functools.partial(EarlyExitDrafter, target, layers)
         cases[f"`exit:{layers}`, of four layers, γ = 2"] = drafts(2, drafter=exits)
+    for kept in ((0, 2, 3), (0, 3)):
+        exits = functools.partial(EarlyExitDrafter, target, kept)
+        name = f"the layers {', '.join(map(str, kept))} of four (Draft & Verify), γ = 2"
+        cases[name] = drafts(2, drafter=exits)
+    recycling = functools.partial(TokenRecycling, target.config.vocab_size)
+    cases["`recycling`, γ = 2"] = drafts(2, drafter=recycling)
+    cases["`lookahead`"] = Case("none", LookaheadDecoding)
+    cases["look-ahead with 12 positions"] = Case("none", lambda: LookaheadDecoding(3, 3, 3))
     steps = settings.choose(1_000, 100)
     with tempfile.TemporaryDirectory() as folder:
         drafter = distil(prompts, steps, pathlib.Path(folder))

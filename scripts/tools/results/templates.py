@@ -1,5 +1,6 @@
 """The stage about a job whose inputs are alike: the same sentences with other names."""
 
+import functools
 import random
 import time
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from specdec_jax.analysis.timing import summarize
 from specdec_jax.decoding.continuous_batching import decode_all
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_jax.drafters.suffix import SuffixDrafter
 from specdec_jax.drafters.suffix_history import SuffixHistory
 from specdec_jax.models.language_model import LanguageModel
 from tools.results.cases import load_target, make_bundled
@@ -89,19 +89,21 @@ def measure_templates(settings: Settings) -> Rows:
     """
     target = load_target("none")
     inputs, rows = make_inputs(target, settings.choose(len(NAMES), 4)), {}
-    for batch in (1, 8):
+    for batch, gamma in ((1, 8), (8, 4)):
         ways: dict[str, Callable[[], dict[str, Any]]] = {
             "plain": lambda: dict(gamma=0),
             "`lookup`, γ = 4": lambda: dict(gamma=4, drafter=PromptLookupDrafter()),
-            "`suffix` without earlier outputs, γ = 8": lambda: dict(
-                gamma=8, drafter=SuffixDrafter()
-            ),
-            "`suffix`, γ = 8": lambda: dict(gamma=8, learner=SuffixHistory(target)),
+            f"`suffix`, γ = {gamma}": functools.partial(remember, target, gamma),
             "bundled drafter, γ = 4": lambda: dict(gamma=4, drafter=make_bundled()),
         }
         found = time_jobs(target, inputs, ways, batch, settings.choose(5, 2))
         rows |= {f"batches of {batch}, {name}": row for name, row in found.items()}
     return {"ende": rows}
+
+
+def remember(target: LanguageModel, gamma: int) -> dict[str, Any]:
+    """Returns the options by which a job drafts from its own outputs, of which there are none."""
+    return dict(gamma=gamma, learner=SuffixHistory(target))
 
 
 def time_jobs(

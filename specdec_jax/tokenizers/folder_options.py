@@ -1,0 +1,80 @@
+"""Reads single options of the files that describe a Hugging Face folder's tokenizer."""
+
+import re
+from typing import Any
+
+from specdec_jax.files import reading
+from specdec_jax.files.places import AnyPath
+from specdec_jax.files.reading import mismatch_error, quote_value
+
+
+def first_given(*values: Any) -> Any:
+    """Returns the first value that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
+def read_flag(folder: AnyPath, options: dict, name: str) -> bool:
+    """Returns an option that is true or false; false without one."""
+    value = first_given(options.get(name), False)
+    if not isinstance(value, bool):
+        path = folder / "tokenizer_config.json"
+        raise mismatch_error(f"{path}: {name}", quote_value(value), "true or false")
+    return value
+
+
+def special_token(folder: AnyPath, options: dict, name: str) -> str | None:
+    """Returns the text of a special token, None if no file gives it."""
+    token = named_token(folder, options, name)
+    return token_text(token, folder / "tokenizer_config.json", name) if token else None
+
+
+def named_token(folder: AnyPath, options: dict, name: str) -> Any:
+    """Returns a token as the folder's files give it, checked; None if none does."""
+    if options.get(name):
+        return options[name]
+    path = folder / "special_tokens_map.json"
+    if token := reading.read_optional_json(path).get(name):
+        token_text(token, path, name)
+    return token
+
+
+def token_text(token: Any, path: AnyPath, name: str) -> str:
+    """Returns the text of a token, which a file gives either alone or inside an object."""
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        expected = "a string or an object with `content`"
+        raise ValueError(f"{path}: {name}: got {quote_value(token)}, expected {expected}")
+    return check_utf8(content, path)
+
+
+def check_utf8(token: str, path: AnyPath) -> str:
+    """Returns a token; raises ValueError if it has half a surrogate pair, as JSON may give it."""
+    if not token.isascii() and any("\ud800" <= character <= "\udfff" for character in token):
+        raise mismatch_error(path, f"the token {quote_value(token)}", "UTF-8 text")
+    return token
+
+
+def added_tokens(folder: AnyPath, options: dict) -> dict[str, int | None]:
+    """Returns the tokens that the folder adds to its vocabulary, with ids where files give them."""
+    path, others = folder / "tokenizer_config.json", folder / "added_tokens.json"
+    # transformers 5 calls them extra_special_tokens.
+    key = "additional_special_tokens"
+    listed = options.get("extra_special_tokens") or options.get(key)
+    listed = listed or reading.read_optional_json(folder / "special_tokens_map.json").get(key) or []
+    listed = list(listed.values()) if isinstance(listed, dict) else listed
+    entries = options.get("added_tokens_decoder") or {}
+    numbers = entries if isinstance(entries, dict) else ["no object"]
+    if type(listed) is not list or not all(re.fullmatch(r"\d{1,9}", i) for i in numbers):
+        got = quote_value(entries if type(listed) is list else listed)
+        expected = "a list of tokens, and an object of tokens by id"
+        raise ValueError(f"{path}: got added tokens {got}, expected {expected}")
+    added: dict[str, int | None] = {token_text(token, path, key): None for token in listed}
+    added |= {
+        token_text(entry, path, "added_tokens_decoder"): int(i) for i, entry in entries.items()
+    }
+    numbered = reading.read_optional_json(others)
+    for token, i in numbered.items():
+        check_utf8(token, others)
+        if type(i) is not int:
+            raise mismatch_error(f"{others}: {quote_value(token)}", quote_value(i), "an id")
+    return added | numbered

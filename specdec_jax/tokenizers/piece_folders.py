@@ -1,0 +1,224 @@
+"""Reads the tokenizers of Marian, M2M-100, mBART, NLLB and Pegasus from SentencePiece models."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from specdec_jax.files import reading
+from specdec_jax.files.places import AnyPath
+from specdec_jax.files.reading import mismatch_error, quote_value
+from specdec_jax.tokenizers import languages
+from specdec_jax.tokenizers.folder_options import added_tokens, read_flag, special_token
+from specdec_jax.tokenizers.languages import Languages
+from specdec_jax.tokenizers.piece_tables import PieceTableVocabulary
+from specdec_jax.tokenizers.vocabularies import TOKENIZER_BYTES, SentencePieceVocabulary
+
+_FAIRSEQ, _PEGASUS = "sentencepiece.bpe.model", "spiece.model"
+_EOS, _UNK, _PAD = "</s>", "<unk>", "<pad>"
+_OFFSET = 103  # of Pegasus: ids before those of the model's pieces
+
+
+class _Kind(NamedTuple):
+    """Where a class of tokenizers has its languages.
+
+    Attributes:
+      source, target: as in `Languages`.
+      pattern: the form of a language's token, in which the last group is the code.
+      codes: the codes of the class, in the order of their ids.
+    """
+
+    source: str
+    target: str
+    pattern: str
+    codes: Sequence[str]
+
+
+LANGUAGES = {
+    "NllbTokenizer": _Kind("before", "first", r"([a-z]{3}_[A-Z][a-z]{3})", languages.NLLB),
+    "MBartTokenizer": _Kind("after", "start", r"([a-z]{2}_[A-Z]{2})", languages.MBART),
+    "MBart50Tokenizer": _Kind(
+        "before", "first", r"([a-z]{2}_[A-Z]{2})", languages.MBART + languages.MBART_50
+    ),
+    "M2M100Tokenizer": _Kind("before", "first", r"__([a-z_]+)__", languages.M2M_100),
+}
+
+
+def read_languages(folder: AnyPath, options: dict, kind: str, ids: Mapping[str, int]) -> Languages:
+    """Returns the languages of a folder's tokenizer of one of the classes in `LANGUAGES`.
+
+    Args:
+      folder: the folder.
+      options: contents of its tokenizer_config.json.
+      kind: name of the class.
+      ids: the ids of special tokens.
+
+    Raises:
+      ValueError: none of the tokens is a language, or `src_lang` is not among them.
+    """
+    path, known = folder / "tokenizer_config.json", LANGUAGES[kind]
+    found = {re.fullmatch(known.pattern, token): i for token, i in ids.items()}
+    codes = {match[1]: i for match, i in found.items() if match}
+    if not codes:
+        got = f"the class {kind} without a token for a language"
+        raise mismatch_error(path, got, f"tokens such as {known.codes[0]}")
+    source = known.source
+    if kind == "NllbTokenizer" and read_flag(folder, options, "legacy_behaviour"):
+        source = "after"
+    made = Languages(codes, source, known.target, options.get("src_lang") or None)
+    if made.default is not None:
+        made.find(f"{path}: src_lang", made.default)
+    return made
+
+
+def is_folder(folder: AnyPath, kind: str) -> bool:
+    """Returns whether a folder has the files of a tokenizer that this module reads.
+
+    `kind` is the name of the tokenizer's class.
+    """
+    if (folder / "source.spm").exists() and (folder / "vocab.json").exists():
+        return True
+    if kind in LANGUAGES:
+        return (folder / _FAIRSEQ).exists()
+    return kind == "PegasusTokenizer" and (folder / _PEGASUS).exists()
+
+
+def open_folder(folder: AnyPath, options: dict, kind: str) -> PieceTableVocabulary:
+    """Returns the vocabulary of a folder for which `is_folder` is true.
+
+    Args:
+      folder: the folder.
+      options: contents of its tokenizer_config.json.
+      kind: name of the tokenizer's class.
+
+    Raises:
+      ValueError: a file cannot be read, or does not fit the others.
+    """
+    if (folder / "source.spm").exists():
+        return _open_marian(folder, options)
+    if kind == "PegasusTokenizer":
+        return _open_pegasus(folder, options)
+    if kind == "M2M100Tokenizer" and (folder / "vocab.json").exists():
+        return _open_m2m(folder, options)
+    # Models of NLLB have the class of M2M-100's.
+    return _open_fairseq(folder, options, "NllbTokenizer" if kind == "M2M100Tokenizer" else kind)
+
+
+def _read_names(folder: AnyPath, options: dict) -> dict[str, str]:
+    """Returns the tokens that end, pad or stand for what is unknown."""
+    usual = {"eos_token": _EOS, "unk_token": _UNK, "pad_token": _PAD}
+    return {name: special_token(folder, options, name) or usual[name] for name in usual}
+
+
+_Made = TypeVar("_Made", PieceTableVocabulary, SentencePieceVocabulary)
+
+
+def _make(file: AnyPath, make: Callable[..., _Made], *parts: Any, **options: Any) -> _Made:
+    """Returns what `make` makes; an error names the file."""
+    try:
+        return make(*parts, **options)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _read_bytes(path: AnyPath) -> bytes:
+    return reading.read_bytes(path, TOKENIZER_BYTES)
+
+
+def _read_pieces(path: AnyPath) -> dict[str, Any]:
+    return reading.read_json(path, TOKENIZER_BYTES)
+
+
+def _open_marian(folder: AnyPath, options: dict) -> PieceTableVocabulary:
+    """Returns the vocabulary of Marian's files, or both vocabularies where they are separate."""
+    file, target = folder / "vocab.json", folder / "target.spm"
+    given: dict[str, Any] = _read_names(folder, options)
+    if target.exists():
+        given["target_spm"] = _read_bytes(target)
+    pieces = _read_pieces(file)
+    if read_flag(folder, options, "separate_vocabs"):
+        given["target_pieces"] = _read_pieces(folder / "target_vocab.json")
+    ids = {piece[2:-2]: i for piece, i in pieces.items() if re.fullmatch(">>.+<<", piece)}
+    if ids:
+        given["languages"] = Languages(ids, "none", "input")
+    model = _read_bytes(folder / "source.spm")
+    make = PieceTableVocabulary.make
+    return _make(file, make, pieces, model, after_unknown=" ", marian_codes=True, **given)
+
+
+def _open_m2m(folder: AnyPath, options: dict) -> PieceTableVocabulary:
+    """Returns M2M-100's vocabulary: a table, and languages after it."""
+    file, pieces = folder / "vocab.json", _read_pieces(folder / "vocab.json")
+    sets = {"m2m100": languages.M2M_100, "wmt21": languages.WMT21}
+    name = options.get("language_codes", "m2m100")
+    if not isinstance(name, str) or name not in sets:
+        path = folder / "tokenizer_config.json"
+        expected = f"one of {', '.join(sets)}"
+        raise mismatch_error(f"{path}: language_codes", quote_value(name), expected)
+    tokens = {f"__{code}__": len(pieces) + i for i, code in enumerate(sets[name])}
+    return _finish(folder, options, "M2M100Tokenizer", file, pieces | tokens, after_unknown="")
+
+
+def _open_fairseq(folder: AnyPath, options: dict, kind: str) -> PieceTableVocabulary:
+    """Returns the vocabulary of mBART or NLLB: the model's pieces, one id further, and languages.
+
+    fairseq has a token for padding, which the model lacks, and another order of the first ones.
+    """
+    file = folder / _FAIRSEQ
+    pieces = _list_pieces(file)
+    if pieces[:3] != ["<unk>", "<s>", "</s>"]:
+        got = f"a model whose first pieces are {quote_value(pieces[:3])}"
+        raise mismatch_error(file, got, "<unk>, <s> and </s>")
+    table = {"<s>": 0, _PAD: 1, _EOS: 2, _UNK: 3}
+    table |= {piece: i for i, piece in enumerate(pieces[3:], 4)}
+    codes = LANGUAGES[kind].codes
+    table |= {code: i for i, code in enumerate(codes, len(pieces) + 1)}
+    return _finish(folder, options, kind, file, table | {"<mask>": len(pieces) + 1 + len(codes)})
+
+
+def _list_pieces(file: AnyPath) -> list[str]:
+    """Returns the pieces of a SentencePiece model."""
+    return _make(file, SentencePieceVocabulary, _read_bytes(file), needs_eos=False).list_pieces()
+
+
+def _finish(
+    folder: AnyPath,
+    options: dict,
+    kind: str,
+    file: AnyPath,
+    table: dict[str, int],
+    **given: Any,
+) -> PieceTableVocabulary:
+    """Returns the vocabulary of a class with languages, from its table of pieces."""
+    added = _list_added(folder, options, table)
+    codes = {piece: i for piece, i in table.items() if re.fullmatch(LANGUAGES[kind].pattern, piece)}
+    codes |= added
+    special = [*codes, *(token for token in ("<s>", "<mask>") if token in table)]
+    given |= _read_names(folder, options)
+    given |= {"special": special, "languages": read_languages(folder, options, kind, codes)}
+    model = _read_bytes(folder / _FAIRSEQ)
+    return _make(file, PieceTableVocabulary.make, table | added, model, **given)
+
+
+def _open_pegasus(folder: AnyPath, options: dict) -> PieceTableVocabulary:
+    """Returns Pegasus' vocabulary: tokens of its training, and then the model's pieces."""
+    file, path = folder / _PEGASUS, folder / "tokenizer_config.json"
+    if options.get("offset", _OFFSET) != _OFFSET:
+        raise mismatch_error(f"{path}: offset", quote_value(options["offset"]), f"{_OFFSET}")
+    pieces = _list_pieces(file)
+    special = ["<mask_1>", "<mask_2>", *(f"<unk_{i}>" for i in range(2, _OFFSET))]
+    table = {token: i for i, token in enumerate([_PAD, _EOS, *special])}
+    table |= {piece: i for i, piece in enumerate(pieces, _OFFSET) if piece not in table}
+    added = _list_added(folder, options, table)
+    given: dict[str, Any] = _read_names(folder, options)
+    given["special"] = [*special, *added]
+    return _make(file, PieceTableVocabulary.make, table | added, _read_bytes(file), **given)
+
+
+def _list_added(folder: AnyPath, options: dict, table: dict[str, int]) -> dict[str, int]:
+    """Returns added tokens that a table lacks; raises ValueError for one with another id there."""
+    added = {token: i for token, i in added_tokens(folder, options).items() if i is not None}
+    for token, i in added.items():
+        if table.get(token, i) != i:
+            got = f"added token {quote_value(token)} with id {i}"
+            raise mismatch_error(folder / "tokenizer_config.json", got, f"{table[token]}")
+    return {token: i for token, i in added.items() if token not in table}

@@ -1,0 +1,129 @@
+"""`source_language` and `target_language`: inputs, first and start tokens, and every way in."""
+
+import json
+
+import numpy as np
+import pytest
+from golden_languages import make_model, open_vocabulary, read_records
+
+import specdec_jax as sd
+from specdec_jax.commands import main
+from specdec_jax.decoding import generation_config, inputs
+from specdec_jax.decoding.continuous_batching import decode_stream
+from specdec_jax.decoding.request import plan
+from specdec_jax.decoding.stream import stream
+
+pytestmark = pytest.mark.usefixtures("quick")
+TEXTS = ["kocht heute Suppe", "read three letters"]
+FIRST = dict(source_language="fr", target_language="de")
+CASES = read_records()["cases"]
+
+
+@pytest.fixture(scope="module")
+def m2m(tmp_path_factory):
+    return make_model("m2m_100", tmp_path_factory.mktemp("m2m"))
+
+
+def test_the_code_of_the_language_is_the_first_token(m2m):
+    code = m2m.vocabulary.languages.codes["de"]
+    result = sd.generate(m2m, TEXTS, **FIRST, max_new_tokens=6)
+    assert (result.tokens[:, 0] == code).all()
+    ids = [m2m.vocabulary.with_languages("fr").encode_input(text) for text in TEXTS]
+    forced = sd.ModelDefaults(forced_bos_token_id=code)
+    expected = sd.generate(m2m, ids, generation_config=forced, max_new_tokens=6)
+    np.testing.assert_array_equal(result.tokens, expected.tokens)
+    # Of ids, and beside a whole SamplingConfig.
+    sampling = sd.SamplingConfig(forbidden_tokens=(1,))
+    found = sd.generate(m2m, ids, target_language="de", sampling=sampling, max_new_tokens=6)
+    assert (found.tokens[:, 0] == code).all()
+    with pytest.raises(ValueError, match=f"forced_tokens: got the first token 3, expected {code}"):
+        sampling = sd.SamplingConfig(forced_tokens={0: 3})
+        sd.generate(m2m, ids, target_language="de", sampling=sampling)
+
+
+def test_a_decoder_prefix_begins_with_the_code(m2m):
+    vocabulary, code = m2m.vocabulary, m2m.vocabulary.languages.codes["de"]
+    text = vocabulary.encode("Suppe")
+    given = [[code, *text], text, []]
+    planned = plan(m2m, [*TEXTS, "a"], decoder_prefix=given, **FIRST)
+    assert planned.prefix_lengths.tolist() == [len(text) + 2, len(text) + 2, 2]
+    np.testing.assert_array_equal(planned.prefix[0], planned.prefix[1])
+    assert planned.prefix[2, :2].tolist() == [2, code] and planned.shared["forced"] is None
+
+
+def test_what_is_missing_or_unknown_is_rejected_with_the_codes(m2m):
+    for options, expected in (
+        (dict(source_language="fr"), "target_language: got none, expected one of af, am, ar"),
+        (dict(target_language="fr"), "source_language: got none, expected one of af, am, ar"),
+        (FIRST | dict(target_language="deu"), "target_language: got 'deu', expected one of af, am"),
+        (FIRST | dict(source_language="deu"), "source_language: got 'deu', expected one of af, am"),
+        (FIRST | dict(source_language=5), "source_language: got 5, expected a language's code"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            plan(m2m, TEXTS, **options)
+    alone = sd.LanguageModel(m2m.config, m2m.params, eos_ids=(2,), start_token=2)
+    with pytest.raises(ValueError, match="target_language: got 'de', expected none: the model has"):
+        plan(alone, [[5, 2]], target_language="de")
+    # The model's file gives the language of its outputs.
+    m2m.generation_config = sd.ModelDefaults(forced_bos_token_id=9)
+    try:
+        assert plan(m2m, TEXTS, source_language="fr").shared["forced"][0].max() is not None
+    finally:
+        m2m.generation_config = sd.ModelDefaults()
+
+
+def test_the_start_token_of_an_mbart_is_the_language(tmp_path):
+    target = make_model("mbart", tmp_path)
+    codes = target.vocabulary.languages.codes
+    both = dict(source_language="fr_XX", target_language="de_DE")
+    planned = plan(target, TEXTS, **both)
+    assert planned.prefix[:, 0].tolist() == [codes["de_DE"]] * 2
+    expected = CASES["mbart"]["ids"][0]
+    assert planned.tokens[0, planned.lengths[0] - 2 : planned.lengths[0]].tolist() == expected[-2:]
+    with pytest.raises(ValueError, match="target_language: got none, expected one of ar_AR, cs"):
+        plan(target, TEXTS, source_language="fr_XX")
+    named = make_model("mbart", tmp_path / "named", codes["ro_RO"])  # the model's file names one
+    assert plan(named, TEXTS, source_language="fr_XX").prefix[0, 0] == codes["ro_RO"]
+    drafter = sd.ModelDrafter(make_model("mbart", tmp_path / "drafter", seed=1))
+    plain = sd.generate(target, TEXTS, **both, max_new_tokens=6)
+    drafted = sd.generate(target, TEXTS, **both, max_new_tokens=6, drafter=drafter, gamma=2)
+    np.testing.assert_array_equal(plain.tokens, drafted.tokens)
+
+
+def test_marians_code_stands_before_the_text(tmp_path):
+    target = make_model("marian", tmp_path, start_token=119)
+    code = target.vocabulary.languages.codes["deu"]
+    planned = plan(target, TEXTS, target_language="deu")
+    assert (planned.tokens[:, 0] == code).all() and planned.shared["forced"] is None
+    with pytest.raises(ValueError, match="target_language: got none for 'kocht"):
+        plan(target, TEXTS)
+    assert plan(target, [">>deu<< a", ">>fra<< b"]).tokens[1, 0] != code
+
+
+@pytest.mark.slow
+def test_every_way_in_takes_the_languages(m2m, tmp_path, capsys):
+    options = dict(FIRST, max_new_tokens=6)
+    expected = sd.generate(m2m, TEXTS, **options).tokens
+    streamed = decode_stream(m2m, TEXTS, batch_size=1, **options)
+    rows = {number: outputs[0].tokens for number, outputs in streamed}
+    pieces = [piece for piece in stream(m2m, TEXTS[:1], **options)]
+    assert list(rows[0]) == [token for piece in pieces for token in piece.tokens]
+    assert list(rows[1]) == [token for token in expected[1] if token >= 0][: len(rows[1])]
+    config = generation_config.GenerationConfig(**options)
+    for name in ("options.json", "options.gin"):
+        config.save(tmp_path / name)
+        assert generation_config.GenerationConfig.load(tmp_path / name) == config
+        found = sd.generate(m2m, TEXTS, config=tmp_path / name)
+        np.testing.assert_array_equal(found.tokens, expected)
+    sd.save(m2m, tmp_path / "model", say=lambda line: None)
+    flags = ["--source_language=fr", "--target_language=de", "--max_new_tokens=6", "--json"]
+    assert main.main(["generate", f"--target={tmp_path / 'model'}", *flags, *TEXTS]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["tokens"] for line in lines] == [list(rows[i]) for i in range(2)]
+    encoded = inputs.encode(m2m, TEXTS, 64, "fr", "de")
+    assert encoded == [m2m.vocabulary.with_languages("fr").encode_input(text) for text in TEXTS]
+
+
+def test_ids_need_no_source(tmp_path):
+    vocabulary = open_vocabulary("nllb", tmp_path)
+    assert vocabulary.languages.codes["eng_Latn"] - vocabulary.languages.codes["ace_Arab"] == 46

@@ -1,0 +1,110 @@
+"""Tokenizers of BART-like models, with and without languages, beside transformers'."""
+
+import json
+
+import pytest
+from golden_languages import copy_folder, open_vocabulary, read_records
+
+from specdec_jax.checkpoints import native_format
+from specdec_jax.tokenizers import huggingface_folders
+from specdec_jax.tokenizers.languages import Languages
+from specdec_jax.tokenizers.piece_tables import PieceTableVocabulary
+
+RECORDS = read_records()
+CASES, LINES = RECORDS["cases"], RECORDS["lines"]
+TRANSLATING = [name for name, case in CASES.items() if case["source"]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_inputs_and_texts_are_transformers(name, tmp_path):
+    case = CASES[name]
+    vocabulary = open_vocabulary(name, tmp_path).with_languages(case["source"], case["target"])
+    assert len(LINES) == len(case["ids"]) == 200
+    for number, line in enumerate(LINES):
+        assert vocabulary.encode_input(line) == case["ids"][number], line
+        if case["decoded"]:
+            assert vocabulary.decode(case["ids"][number]) == case["decoded"][number], line
+        if case["target_ids"]:
+            assert vocabulary.encode_output(line) == case["target_ids"][number], line
+            expected = case["target_decoded"][number]
+            assert vocabulary.decode(case["target_ids"][number]) == expected, line
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_written_is_read_again(name, tmp_path):
+    vocabulary = open_vocabulary(name, tmp_path)
+    entry, contents = native_format.describe_vocabulary(vocabulary)
+    (tmp_path / entry["file"]).write_bytes(contents)
+    again = native_format.open_vocabulary(tmp_path, json.loads(json.dumps(entry)))
+    assert again.fingerprint() == vocabulary.fingerprint()
+    assert again.languages == vocabulary.languages and again.frame == vocabulary.frame
+    case = CASES[name]
+    again = again.with_languages(case["source"], case["target"])
+    assert [again.encode_input(line) for line in LINES[:20]] == case["ids"][:20]
+
+
+@pytest.mark.parametrize("name", TRANSLATING)
+def test_an_input_without_a_language_is_rejected(name, tmp_path):
+    case, vocabulary = CASES[name], open_vocabulary(name, tmp_path)
+    with pytest.raises(ValueError, match="source_language: got none, expected one of .*[, ]de"):
+        vocabulary.encode_input("Suppe")
+    for given in ((None, "xx"), ("xx", None)):
+        with pytest.raises(ValueError, match="_language: got 'xx', expected one of "):
+            vocabulary.with_languages(*given).encode_output("a")
+    made = vocabulary.with_languages(case["source"], case["target"])
+    first = vocabulary.languages.codes[case["target"]]
+    start = [first] if vocabulary.languages.target == "first" else []
+    assert made.encode_output("Suppe") == [*start, *vocabulary.encode("Suppe"), 2]
+    given = open_vocabulary(name, tmp_path, src_lang=case["source"])
+    assert [given.encode_input(line) for line in LINES[:9]] == case["ids"][:9]
+
+
+def test_a_language_that_the_tokenizer_lacks_is_rejected(tmp_path):
+    copy_folder("m2m_100", tmp_path, src_lang="xx")
+    with pytest.raises(ValueError, match="tokenizer_config.json: src_lang: got 'xx', expected one"):
+        huggingface_folders.open_folder(tmp_path, (2,))
+    with pytest.raises(ValueError, match="language_codes: got 'all', expected one of m2m100, wmt"):
+        open_vocabulary("m2m_100", tmp_path, language_codes="all")
+    with pytest.raises(ValueError, match="offset: got 0, expected 103"):
+        open_vocabulary("pegasus", tmp_path / "pegasus", offset=0)
+    vocabulary = open_vocabulary("bart", tmp_path / "bart")
+    with pytest.raises(ValueError, match="target_language: got 'de', expected none: the model's"):
+        vocabulary.with_languages(None, "de")
+
+
+def test_marians_codes_of_languages(tmp_path):
+    vocabulary = open_vocabulary("marian", tmp_path)
+    german, code = vocabulary.with_languages(None, "deu"), vocabulary.languages.codes["deu"]
+    assert german.encode_input("Suppe")[0] == code
+    # A code that the text begins with counts.
+    text = ">>fra<< Suppe"
+    assert german.encode_input(text) == vocabulary.encode_input(text)
+    with pytest.raises(
+        ValueError, match="target_language: got none for 'Suppe', .*fra, deu, pt_br"
+    ):
+        vocabulary.encode_input("Suppe")
+    with pytest.raises(ValueError, match="source_language: got 'fra', expected none"):
+        vocabulary.with_languages("fra", None)
+
+
+def test_separate_vocabularies_differ_in_both_tables(tmp_path):
+    vocabulary = open_vocabulary("marian separate", tmp_path)
+    assert not vocabulary.shares_ids
+    content = json.loads(vocabulary.text)
+    other = dict(content, pieces={**content["pieces"], "one more": 90})
+    assert PieceTableVocabulary(json.dumps(other)).fingerprint() != vocabulary.fingerprint()
+    sound = Languages({"a": 1}, "before", "first").written()
+    for changes in (
+        {"special": ["no piece"]},
+        {"special": 3},
+        {"after_unknown": "x"},
+        {"target_pieces": {"</s>": 0}},
+        {"target_spm": "!"},
+        {"languages": []},
+        {"languages": sound | {"codes": {}}},
+        {"languages": sound | {"codes": {"a": 1_000}}},
+        {"languages": sound | {"source": "inside"}},
+        {"languages": sound | {"default": "b"}},
+    ):
+        with pytest.raises(ValueError, match="got "):
+            PieceTableVocabulary(json.dumps(content | changes))
