@@ -1,5 +1,9 @@
 """Checkpoints are read from a store as from a disk, and written to it."""
 
+import dataclasses
+import threading
+import time
+
 import command_line
 import jax
 import make_checkpoints as make
@@ -9,7 +13,7 @@ import stores
 from stores import FailingStore, list_urls, upload
 
 import specdec_jax as sd
-from specdec_jax.checkpoints import loader, safetensors_files
+from specdec_jax.checkpoints import loader, safetensors_files, stored_tensor, weights
 from specdec_jax.files.places import make_path
 from specdec_jax.models.parameters import flatten
 from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary
@@ -165,3 +169,44 @@ def test_an_outline_of_a_remote_file_is_checked_like_a_local_one(tmp_path):
                 safetensors_files._open_file(path)
             errors.append(str(error.value).replace(str(path), ""))
         assert errors[0] == errors[1]
+
+
+def tensors_of(load, count=4):
+    one = stored_tensor.StoredTensor.from_function((8,), load, "float32")
+    return [(f"t{i}", dataclasses.replace(one, is_remote=True)) for i in range(count)]
+
+
+def test_small_tensors_of_a_store_are_read_together():
+    together = threading.Barrier(4, timeout=60)
+
+    def load(dtype):
+        together.wait()
+        return np.ones(8, dtype)
+
+    read = list(weights._read_ahead(tensors_of(load), "bfloat16", None))
+    assert [name for name, _ in read] == ["t0", "t1", "t2", "t3"]
+    assert all(tensor.load("bfloat16").tolist() == [1.0] * 8 for _, tensor in read)
+
+
+def test_large_tensors_are_read_one_after_the_other(monkeypatch):
+    monkeypatch.setattr(weights, "_LEAST_AHEAD", 0)
+    running, most = [], []
+
+    def load(dtype):
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.01)
+        running.pop()
+        return np.ones(8, dtype)
+
+    for _, tensor in weights._read_ahead(tensors_of(load), "float32", None):
+        assert tensor.load("float32").sum() == 8
+    assert most == [1] * 4
+
+
+def test_an_error_of_a_tensor_that_is_read_ahead_ends_the_reading():
+    def load(dtype):
+        raise ValueError("gs://x: got half")
+
+    with pytest.raises(ValueError, match="gs://x: got half"):
+        list(weights._read_ahead(tensors_of(load), "float32", None))

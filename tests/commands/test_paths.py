@@ -47,6 +47,8 @@ OTHERS = {
     "non_finite",
     "generation_config",
     "drafter_sampling",
+    "source_language",
+    "target_language",
 }
 
 

@@ -48,9 +48,9 @@ def test_printed_parts_join_too(specdec, sentences, flags):
 
 @slow
 def test_streams_and_json_have_the_numbers_of_the_whole(specdec, sentences):
-    source = f"--input_file={sentences}"
-    whole = generate(specdec, source, "--json", "--stream")
-    parts = [generate(specdec, source, "--json", "--stream", f"--shard={i}/2") for i in (0, 1)]
+    flags = f"--input_file={sentences}", "--json", "--stream", "--batch_size=1"
+    whole = generate(specdec, *flags)
+    parts = [generate(specdec, *flags, f"--shard={part}/2") for part in range(2)]
     assert "".join(parts) == whole
     assert json.loads(parts[1].splitlines()[0])["row"] == 3
 

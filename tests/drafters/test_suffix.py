@@ -213,6 +213,30 @@ def test_a_jobs_outputs_are_those_of_plain_decoding(target, way):
         assert history.outputs == 2 * len(INPUTS) and len(history._ids) <= 512
 
 
+LIKE = (
+    *("{} is learning German.", "{} told me that the train was late.", "Did you see {} yesterday?"),
+    *("I have not seen {} since last summer.", "{} opened the window and looked outside."),
+    *("The letter on the table is from {}.", "Do you think that {} is telling the truth?"),
+)
+
+
+@slow
+def test_a_job_of_like_outputs_takes_fewer_calls_than_copies_of_the_input():
+    """`scripts/results.py --only=templates` measures a longer job, and its time."""
+    target = sd.load("ende/target")
+    texts = [one.format(name) for name in ("Tom", "Mary", "John", "Anna", "Peter") for one in LIKE]
+    options = dict(gamma=8, batch_size=1, max_new_tokens=32)
+
+    def decode(**more):
+        rows = dict(sd.decode_stream(target, texts, **options, **more))
+        calls = sum(row.stats.target_calls for (row,) in rows.values())
+        return {number: row.tokens for number, (row,) in rows.items()}, calls
+
+    copied, calls = decode(drafter=sd.PromptLookupDrafter())
+    found, fewer = decode(learner=sd.SuffixHistory(target))
+    assert found == copied and calls > 1.3 * fewer
+
+
 def finished(tokens, reason="eos"):
     return types.SimpleNamespace(tokens=list(tokens), finish_reason=reason)
 

@@ -40,7 +40,18 @@ def names(target, tmp_path_factory):
 
 @tiers.parametrize(
     "kind",
-    ["exit", "heads", "self:int8", "table", "lookup", "assisted", "recycling", "random", "model"],
+    [
+        "exit",
+        "heads",
+        "self:int8",
+        "table",
+        "lookup",
+        "assisted",
+        "recycling",
+        "lookahead",
+        "random",
+        "model",
+    ],
     first=1,
 )
 def test_a_named_drafter_drafts_for_a_traced_target(kind, names, target):

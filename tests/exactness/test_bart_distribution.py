@@ -37,7 +37,7 @@ def make_model(kind: str, seed: int) -> LanguageModel:
         return spread * jax.random.normal(noise, params[name].shape)
 
     for number, name in enumerate(sorted(params)):
-        array = draw(name, number, 0) + 0.3 * seed * draw(name, number, 1)
+        array = draw(name, number, 0) + 0.15 * seed * draw(name, number, 1)
         params[name] = array + (1.0 if name.endswith("norm/scale") else 0.0)
     return LanguageModel(config, unflatten(params), start_token=2)
 

@@ -8,6 +8,7 @@ from tools.results import (
     rounding_stages,
     shapes,
     templates,
+    translation,
     whole_files,
 )
 from tools.results.cases import format_brief, format_ratio, format_speed, format_step
@@ -45,6 +46,12 @@ STAGES: dict[str, Stage] = {
         "gpt/97m with gpt/6m, random weights", (2, 0.6), shapes.measure_gpt, shapes.format_shape
     ),
     "paper": Stage("random weights", (5, 1), shapes.measure_paper, shapes.format_shape),
+    "opus": Stage(
+        "opus-mt's shape, random weights, one sentence at a time",
+        (4, 1),
+        translation.measure_opus,
+        translation.format_opus,
+    ),
     "file": Stage(
         "a whole file, over float32", (5, 0.6), whole_files.measure_file, whole_files.format_file
     ),
