@@ -66,7 +66,7 @@ def join_sequences(sequences: Iterable[Sequence[int]], vocab_size: Any) -> np.nd
     return ids.astype(_id_type(vocab_size))
 
 
-def write_text(
+def write_sorted(
     path: str | os.PathLike[str], ids: np.ndarray, vocab_size: int, fingerprint: str
 ) -> None:
     """Sorts the text `ids` that `join_sequences` made, and writes it as one file."""
@@ -90,13 +90,13 @@ def write_text(
 
 
 def map_text(path: str | os.PathLike[str]) -> tuple[SortedText, TextInfo]:
-    """Returns the text in a file that `write_text` wrote, and what the file says of it.
+    """Returns the text in a file that `write_sorted` wrote, and what the file says of it.
 
     On a CPU its arrays are the file itself, mapped into memory. The whole file is read once, in
     small parts, to compare the checksum.
 
     Raises:
-      ValueError: no such file, or not one that `write_text` wrote completely.
+      ValueError: no such file, or not one that `write_sorted` wrote completely.
     """
     arguments.check_path("path", path)
     place = make_path(path)

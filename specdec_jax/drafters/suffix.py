@@ -17,7 +17,7 @@ from specdec_jax.drafters.continuations import (
     follow_passages,
     last_ids,
 )
-from specdec_jax.drafters.sorted_file import join_sequences, map_text, write_text
+from specdec_jax.drafters.sorted_file import join_sequences, map_text, write_sorted
 from specdec_jax.drafters.sorted_text import (
     DEPTH,
     SortedText,
@@ -139,7 +139,7 @@ class SuffixDrafter(ContinuationDrafter):
           ValueError: no id at all, or ids outside the vocabulary.
         """
         fingerprint = vocabulary.fingerprint() if vocabulary is not None else ""
-        write_text(path, join_sequences(sequences, vocab_size), vocab_size, fingerprint)
+        write_sorted(path, join_sequences(sequences, vocab_size), vocab_size, fingerprint)
 
     __repr__ = Drafter.__repr__  # not the dataclass's, with all arrays
 

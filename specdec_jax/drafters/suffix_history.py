@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.drafters.sorted_file import TextInfo, map_text, write_text
+from specdec_jax.drafters.sorted_file import TextInfo, map_text, write_sorted
 from specdec_jax.drafters.sorted_text import SortedText, sort_places
 from specdec_jax.drafters.suffix import SuffixDrafter
 from specdec_jax.files.reading import mismatch_error
@@ -127,7 +127,7 @@ class SuffixHistory:
             return
         ids = np.concatenate([self._ids, *self._new])
         if len(ids):
-            write_text(path, ids, self._vocab_size, self._fingerprint)
+            write_sorted(path, ids, self._vocab_size, self._fingerprint)
         self._saved, self._due = self.outputs, now + every
 
     @isolated

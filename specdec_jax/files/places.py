@@ -17,12 +17,13 @@ import stat
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, TextIO
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from specdec_jax.files import user_cache
+
+if TYPE_CHECKING:  # an overview of commands needs no NumPy
+    import numpy as np
+    import numpy.typing as npt
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _EXTRA = "expected the extra: pip install '.[remote]'"
@@ -442,8 +443,10 @@ def is_remote_file(path: Any) -> bool:
     return is_remote(path) and make_path(path).is_file()
 
 
-def read_array(path: AnyPath, dtype: npt.DTypeLike, count: int, offset: int) -> np.ndarray:
+def read_array(path: AnyPath, dtype: "npt.DTypeLike", count: int, offset: int) -> "np.ndarray":
     """Returns `count` numbers from the byte `offset` of a file on."""
+    import numpy as np
+
     if isinstance(path, pathlib.Path):
         return np.fromfile(path, dtype, count, offset=offset)
     return np.frombuffer(path.read_range(offset, count * np.dtype(dtype).itemsize), dtype)

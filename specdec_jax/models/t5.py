@@ -1,7 +1,7 @@
 """The T5 family by configuration: T5 1.0 and 1.1, Flan-T5, mT5, umT5, UL2 and ByT5."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from specdec_jax.backends.backend import Backend
 from specdec_jax.files.reading import mismatch_error
@@ -122,6 +122,14 @@ def check_t5(name: str, config: ModelConfig) -> T5Config:
         return config
     got = "a decoder-only model" if config.decoder_only else f"a {type(config).__name__}"
     raise mismatch_error(name, got, "a T5")
+
+
+def reshape_as_t5(config: ModelConfig, **shape: Any) -> T5Config:
+    """Returns a T5 of this shape, for the rest like `config` as far as that has the same fields."""
+    if isinstance(config, T5Config):
+        return config.replace(**shape)
+    shape["logits_via_embedding"] = config.logits_via_embedding
+    return T5Config(config.vocab_size, **shape)
 
 
 def _t5_1_0(emb_dim: int, num_heads: int, head_dim: int, layers: int, mlp_dim: int) -> T5Config:

@@ -17,7 +17,7 @@ from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.family import ModelConfig, check_encoder
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.model_defaults import ModelDefaults
-from specdec_jax.models.t5 import T5Config
+from specdec_jax.models.t5 import reshape_as_t5
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 from specdec_jax.training.batches import check_buckets
 from specdec_jax.training.config import TeacherConfig, TrainConfig
@@ -105,10 +105,7 @@ class DistillConfig(TeacherConfig):
         shape: dict[str, Any] = dict(zip(_SHAPE, self.drafter_shape))
         if not shape["num_encoder_layers"]:
             shape["encoder_dim"] = target.encoded_dim
-        if isinstance(target, T5Config):
-            return target.replace(**shape, **rounding)
-        shape["logits_via_embedding"] = target.logits_via_embedding
-        return T5Config(target.vocab_size, **shape, **rounding)
+        return reshape_as_t5(target, **shape, **rounding)
 
     def train_config(
         self, model: ModelConfig, vocabulary_size: int, files: list[str]

@@ -409,7 +409,8 @@ def _load_teacher(config: TrainConfig) -> LanguageModel | None:
     shape = teacher.config
     kinds = "a model with an encoder", "a decoder-only model"
     kind, expected = (kinds[one.decoder_only] for one in (shape, model))
-    expect(kind == expected, "teacher", kind, f"{expected}, like the model")
+    if kind != expected:
+        raise mismatch_error("teacher", kind, f"{expected}, like the model")
     check_lengths(config, "teacher", shape)
     same_width = shape.vocab_size == model.vocab_size
     expected = f"model.vocab_size = {model.vocab_size}"

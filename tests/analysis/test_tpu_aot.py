@@ -14,7 +14,7 @@ from sample_records import ESTIMATE, parse
 
 import specdec_jax as sd
 from specdec_jax.analysis.report import page, records
-from specdec_jax.models import t5
+from specdec_jax.models import families, t5
 from tools import tpu_estimates
 from tools.compiled_text import collectives, computations, loop_copies
 from tools.lowering import Case, size
@@ -25,9 +25,9 @@ PROGRAM = """
 import sys
 import jax
 from absl import app
-from specdec_jax.models import t5
+from specdec_jax.models import families, t5
 
-t5.PRESETS["tiny"] = t5.T5Config(32000, 64, 2, 8, 1, 1, 24)
+families.PRESETS["tiny"] = t5.T5Config(32000, 64, 2, 8, 1, 1, 24)
 sys.path.insert(0, sys.argv[1])
 import tpu_aot
 tpu_aot._devices = jax.devices
@@ -233,7 +233,7 @@ def test_estimates_of_table_2_are_what_the_page_reads(monkeypatch):
 @pytest.fixture
 def case(monkeypatch):
     """Two tiny models on this machine's fake devices."""
-    monkeypatch.setitem(t5.PRESETS, "tiny", t5.T5Config(32000, 64, 2, 8, 1, 1, 24))
+    monkeypatch.setitem(families.PRESETS, "tiny", t5.T5Config(32000, 64, 2, 8, 1, 1, 24))
     return Case(tuple(jax.devices()), "tiny", "tiny", 2, batch=4, input_length=8, new_tokens=8)
 
 

@@ -163,6 +163,9 @@ REFUSING = {
     "early_stopping": True,
     "num_return_sequences": 2,
     "beam_width": 4,
+    # This model has no languages.
+    "source_language": "en_XX",
+    "target_language": "de_DE",
 }  # what they do is tested where they are rejected, in test_stop or in test_beam_requests
 
 

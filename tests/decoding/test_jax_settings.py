@@ -133,6 +133,9 @@ METHODS = [
     sd.ParallelDrafter.__init__,
     sd.OnlineDistillation.__init__,
     sd.OnlineDistillation.learn,
+    sd.SuffixDrafter.load,
+    sd.SuffixDrafter.save_texts,
+    sd.SuffixHistory.__init__,
 ]
 
 

@@ -16,7 +16,7 @@ from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.drafters.continuations import Texts, follow_passages
-from specdec_jax.drafters.sorted_file import join_sequences, write_text
+from specdec_jax.drafters.sorted_file import join_sequences, write_sorted
 from specdec_jax.drafters.sorted_text import DEPTH, find_places, sort_places
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -349,7 +349,7 @@ def test_a_mapped_file_takes_no_memory_of_its_own(tmp_path):
     path, vocab = tmp_path / "a.suffix", 70_000
     ids = np.random.default_rng(0).integers(1, vocab, 1_500_000).astype(np.int32)
     ids[::30] = 0
-    write_text(path, ids, vocab, "")
+    write_sorted(path, ids, vocab, "")
     ending = jnp.array([ids[1000 - DEPTH : 1000][::-1]])
 
     def memory() -> int:

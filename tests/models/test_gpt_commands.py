@@ -82,7 +82,7 @@ def test_other_kinds_of_model():
     )
 
 
-def test_only_t5s_are_distilled_by_command(tmp_path):
+def test_only_models_with_an_encoder_are_distilled_by_command(tmp_path):
     (tmp_path / "text.tsv").write_text("a\tb\n")
     config = distill.DistillConfig(
         target=str(FOLDER),
@@ -92,7 +92,8 @@ def test_only_t5s_are_distilled_by_command(tmp_path):
         output_dir=str(tmp_path / "run"),
         drafter=str(FOLDER),
     )
-    rejected(lambda: distill.run(config), "target: got a decoder-only model, expected a T5")
+    message = "target: got a decoder-only model, expected a model with an encoder"
+    rejected(lambda: distill.run(config), message)
     rejected(lambda: t5.check_t5("target", TINY), "target: got a decoder-only model, expected a T5")
 
 

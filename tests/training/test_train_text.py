@@ -432,7 +432,7 @@ def test_bad_settings(settings, message):
         (
             b"ba\n",
             dict(teacher="T5", distill_weight=1.0),
-            "teacher: got 'T5Config', expected GPTConfig, like the model",
+            "teacher: got a model with an encoder, expected a decoder-only model, like the model",
         ),
         (
             b"ba\n",
@@ -481,7 +481,8 @@ def test_bad_files_and_models_are_rejected_before_anything_compiles(
 def test_a_t5_has_no_decoder_only_teacher(language, finished, tmp_path):
     teacher = str(pathlib.Path(finished[0].output_dir) / "model")
     with pytest.raises(
-        ValueError, match="teacher: got 'GPTConfig', expected T5Config, like the model"
+        ValueError,
+        match="teacher: got a decoder-only model, expected a model with an encoder, like the model",
     ):
         train.fit(config_of(language, tmp_path / "run", teacher=teacher, distill_weight=1.0))
 
