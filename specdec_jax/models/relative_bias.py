@@ -31,7 +31,7 @@ class RelativePositionBias(nn.Module):
         """Returns the bias for query positions 0 … queries − 1 and key positions 0 … keys − 1."""
         return self._at(np.arange(keys)[None, :] - np.arange(queries)[:, None]).transpose(1, 0, 2)
 
-    def by_distance(self, positions: int) -> Float32[Array, "H 2*{positions}-1"]:
+    def by_distance(self, positions: int) -> Float32[Array, "H Z"]:
         """Returns the bias of each distance, from 1 − `positions` to `positions` − 1."""
         return self._at(np.arange(1 - positions, positions))
 

@@ -22,6 +22,7 @@ SETTINGS = types.SimpleNamespace(
     shard_size=10,
     greedy=True,
     samples=0,
+    target_language=None,
 )
 
 
