@@ -37,7 +37,8 @@ STOPS = [
 
 
 @functools.cache
-def vocabulary(name: str):
+def vocabulary(name: str, *whole: str):
+    """Returns a vocabulary; `whole` are pieces that it certainly has."""
     if name == "bytes":
         return ByteVocabulary(extra_ids=2)
     out = io.BytesIO()
@@ -52,6 +53,7 @@ def vocabulary(name: str):
         unk_id=2,
         bos_id=-1,
         minloglevel=2,
+        user_defined_symbols=list(whole),
     )
     return SentencePieceVocabulary(out.getvalue())
 
@@ -158,7 +160,7 @@ def test_worked_examples():
     assert find_stop(bytes_, bytes_.encode("abc"), ("c", "bc")) == 1, (
         "the longer of two that end together"
     )
-    pieces = vocabulary("pieces")
+    pieces = vocabulary("pieces", "▁abc")
     ids = pieces.encode("ab abc")
     kept = find_stop(pieces, ids, ("bc",))
     assert "ab a".startswith(pieces.decode(ids[:kept])) and len(
