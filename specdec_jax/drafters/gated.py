@@ -153,5 +153,5 @@ class GatedDrafter(Drafter):
 def _pad(values: Int[Array, "B G"]) -> Int[Array, "B C"]:
     """Returns the first `_COMPARED` columns, −1 where there are fewer."""
     values = values[:, :_COMPARED]
-    room = _COMPARED - values.shape[1]
-    return jnp.pad(values, ((0, 0), (0, room)), constant_values=-1)
+    missing = _COMPARED - values.shape[1]
+    return jnp.pad(values, ((0, 0), (0, missing)), constant_values=-1)
