@@ -173,6 +173,7 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
       ValueError: there is no such stage.
     """
     if name == "shortfalls":
+        records = [record for record in records if list_shortfalls(record["stages"])]
         columns = [list_shortfalls(record["stages"]) for record in records]
         quick = [any(map(was_quick, record["stages"].values())) for record in records]
         heads = [name_machine(one) + " (`--quick`)" * some for one, some in zip(records, quick)]
@@ -183,6 +184,9 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
             f"results: got {name!r} on a page, expected a stage of {', '.join(STAGES)}"
         )
     show, heads, columns, why = STAGES[stage].format, [], [], set()
+    # Stages are measured on processors, one on accelerators.
+    other = [one for one in records if bool(name_accelerator(one)) == (stage == "accelerator")]
+    records = [one for one in records if stage in one["stages"] or one in other]
     for record in records:
         part = record["stages"].get(stage, {})
         head = name_machine(record) + note_conditions(record, part)
@@ -200,8 +204,15 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def name_machine(record: Mapping[str, Any]) -> str:
-    """Returns the head of a machine's column."""
-    return f"{record['machine']['processor']}, {record['machine']['cores']} cores"
+    """Returns the head of a machine's column: its accelerator, or its processor."""
+    processor = f"{record['machine']['processor']}, {record['machine']['cores']} cores"
+    return name_accelerator(record) or processor
+
+
+def name_accelerator(record: Mapping[str, Any]) -> str:
+    """Returns the kind of a machine's accelerator, empty without one."""
+    kind = re.fullmatch(r"(?!cpu)\w+: (.*), \d+", record["machine"].get("device", ""))
+    return kind[1] if kind else ""
 
 
 def _write_rows(

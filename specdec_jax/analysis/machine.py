@@ -27,13 +27,20 @@ def describe_machine() -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         "python": platform.python_version(),
-        **{name: metadata.version(name) for name in PACKAGES},
+        **{name: _find_version(name) for name in PACKAGES},
         "system": f"{platform.system()} {platform.machine()}",
         "processor": autotune.read_processor_name(),
         "cores": autotune.count_cores(),
         "device": f"{device.platform}: {device.device_kind}, {jax.device_count()}",
         "kernel": _kernels(device.platform),
     }
+
+
+def _find_version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:  # scripts run from a checkout, too
+        return "not installed"
 
 
 def _kernels(platform: str) -> str:

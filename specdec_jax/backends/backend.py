@@ -17,6 +17,7 @@ from specdec_jax.backends import kv_cache, xla
 from specdec_jax.backends.axes import ByHeads, Mask, PerRow, Query, States, Valid
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.gpu import attention as gpu_attention
+from specdec_jax.backends.gpu import fused_layers
 from specdec_jax.backends.kv_cache import KVCache
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.backends.tpu import fused_mesh
@@ -36,12 +37,14 @@ class Backend:
       packs_weights: whether weights are `PackedWeight`s, for the CPU's own kernels. These skip
         positions that are not valid.
       min_query_len: the fewest positions of a single row that a decoder call feeds.
+      platform: where `decode_states` runs, as `jax.lax.platform_dependent` names it.
     """
 
     joins_weights: bool = False
     rules: ShardingRules | None = None
     packs_weights: ClassVar[bool] = False
     min_query_len: ClassVar[int] = 1
+    platform: ClassVar[str] = "cpu"
 
     # Caches.
 
@@ -165,13 +168,13 @@ class Backend:
         return False
 
     def runs_whole_step(self, network: Any, queries: int, cache: Any, layers: int | None) -> bool:
-        """Returns whether a decoder call over so many positions is one kernel."""
+        """Returns whether a decoder call over so many positions is `decode_states`' kernels."""
         return False
 
     def decode_states(
         self, network: Any, x: States, positions: PerRow, cache: Any, layers: int | None
     ) -> tuple[States, Any]:
-        """Runs that kernel of a `Network` over tokens with the embeddings `x`.
+        """Runs those kernels of a `Network` over tokens with the embeddings `x`.
 
         The other arguments are those of `FamilyModule.decode_states`.
         """
@@ -264,9 +267,13 @@ class AcceleratorBackend(Backend):
 
 @dataclasses.dataclass(frozen=True)
 class GPUBackend(AcceleratorBackend):
-    """A network on GPUs, whose attention is a kernel where `gpu.attention.supports_call`."""
+    """A network on GPUs, whose attention is a kernel where `gpu.attention.supports_call`.
+
+    A layer of a call over few positions of a small T5 is three kernels.
+    """
 
     min_query_len: ClassVar[int] = 2
+    platform: ClassVar[str] = "cuda"
 
     def _is_one_kernel(
         self, query: Float[Array, "*N D"], cache: KVCache, heads: AttentionShape
@@ -314,6 +321,18 @@ class GPUBackend(AcceleratorBackend):
         """Returns True: a call over one position is fed two."""
         return True
 
+    def runs_whole_step(self, network: Any, queries: int, cache: Any, layers: int | None) -> bool:
+        """Returns whether `fused_layers` has kernels for such a call."""
+        shape = cache.layers[0].batch, queries
+        return fused_layers.supports_call(network.module, network.params, shape, cache, layers)
+
+    def decode_states(
+        self, network: Any, x: States, positions: PerRow, cache: Any, layers: int | None
+    ) -> tuple[States, Any]:
+        """Runs those kernels."""
+        arguments = x, positions, cache, layers
+        return fused_layers.decode_states(network.module, network.params, *arguments)
+
 
 @dataclasses.dataclass(frozen=True)
 class TPUBackend(AcceleratorBackend):
@@ -324,6 +343,7 @@ class TPUBackend(AcceleratorBackend):
     """
 
     min_query_len: ClassVar[int] = kv_cache.ROWS
+    platform: ClassVar[str] = "tpu"
 
     def heads_per_tile(self, heads: AttentionShape) -> int:
         """Returns how many heads lie side by side: as many as fill a tile and divide its number."""

@@ -1,4 +1,4 @@
-"""Tries the kernel of a draft step, `fused_step.py`, on a small T5."""
+"""Tries the kernels of a draft step, `fused_step.py` and `fused_layers.py`, on a small T5."""
 
 from typing import Any
 
@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.backends.backend import TPUBackend
+from specdec_jax.backends.backend import Backend, GPUBackend, TPUBackend
+from specdec_jax.backends.gpu import fused_layers
 from specdec_jax.backends.kernel_selftest import KernelSelfTest, run_self_test
 from specdec_jax.backends.tpu import fused_step
 from specdec_jax.models import weight_layouts
@@ -14,19 +15,21 @@ from specdec_jax.models.t5 import T5Config
 
 CONFIG = T5Config(64, 128, 2, 64, 1, 2, 128, dtype="bfloat16")
 _TOKENS = np.array([[3, 4], [5, 6]], np.int32)
+_TPU, _GPU = TPUBackend(joins_weights=True), GPUBackend(joins_weights=True)
 
 
-def find_fault(interpret: Any = False) -> str | None:
-    """Tries the kernel over two positions of two rows, at other slots in each.
+def find_fault(backend: Backend = _TPU, interpret: Any = False) -> str | None:
+    """Tries the kernels of a backend over two positions of two rows, at other slots in each.
 
-    Returns what is wrong with it, None if nothing is. `interpret` as for
+    Returns what is wrong with them, None if nothing is. `interpret` as for
     `fused_step.decode_states`.
     """
-    return run_self_test(lambda: _matches_xla(interpret))
+    return run_self_test(lambda: _matches_xla(backend, interpret))
 
 
-def _matches_xla(interpret: Any) -> bool:
-    module = CONFIG.module(TPUBackend(joins_weights=True))
+def _matches_xla(backend: Backend, interpret: Any) -> bool:
+    module = CONFIG.module(backend)
+    kernels = fused_layers if isinstance(backend, GPUBackend) else fused_step
 
     @jax.jit
     def both():
@@ -44,7 +47,7 @@ def _matches_xla(interpret: Any) -> bool:
         positions = jnp.array([2, 17])
         expected = apply(inputs, positions, cache, None, None, method="decode_states")
         embedded = apply(inputs, method="embed")
-        return fused_step.decode_states(
+        return kernels.decode_states(
             module, params, embedded, positions, cache, interpret=interpret
         ), expected
 
@@ -56,4 +59,9 @@ def _matches_xla(interpret: Any) -> bool:
 
 SELF_TEST = KernelSelfTest(
     "tpu", "the kernel of a draft step on TPUs is not used, XLA's layers are", lambda: find_fault()
+)
+GPU_SELF_TEST = KernelSelfTest(
+    "gpu",
+    "the kernels of a draft step on GPUs are not used, XLA's layers are",
+    lambda: find_fault(_GPU),
 )

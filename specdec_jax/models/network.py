@@ -95,7 +95,11 @@ class Network:
         if isinstance(layers, tuple):
             return False
         whole = self.backend.runs_whole_step(self, queries, cache, layers)
-        return whole and fused_step_selftest.SELF_TEST.passed()
+        self_test = {
+            "tpu": fused_step_selftest.SELF_TEST,
+            "cuda": fused_step_selftest.GPU_SELF_TEST,
+        }
+        return whole and self_test[self.backend.platform].passed()
 
     @property
     def encoder_dim(self) -> int | None:
@@ -198,7 +202,8 @@ class Network:
             return self.backend.decode_states(self, x, positions, cache, layers)
 
         if whole:
-            states, cache = jax.lax.platform_dependent(*call, tpu=run_kernel, default=run_layers)
+            kernel = {self.backend.platform: run_kernel}
+            states, cache = jax.lax.platform_dependent(*call, **kernel, default=run_layers)
         else:
             states, cache = run_layers(*call)
         return self._by_rows(states), constrain_sharding(cache, self.rules)

@@ -544,3 +544,15 @@ def test_all_figures_can_be_measured(script, tmp_path, dtype):
     before = path.read_bytes()
     script.main([""])
     assert path.read_bytes() == before
+
+
+def test_a_checkout_need_not_be_installed(monkeypatch):
+    version = machine.metadata.version
+
+    def find(name: str) -> str:
+        if name == "specdec_jax":
+            raise machine.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(machine.metadata, "version", find)
+    assert machine.describe_machine()["specdec_jax"] == "not installed"

@@ -3,11 +3,14 @@
 import importlib.util
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax
 
 from tools.results.stage import Row, Rows, Settings, Skipped
 
@@ -49,6 +52,51 @@ def estimate(*more: str) -> Row:
         return {"failed": "does not fit" * ("RESOURCE_EXHAUSTED" in record["failed"])}
     names = ("needed_gb", "memory_gb", "fits", "iteration_ms", "floor_ms", "collectives")
     return {one: record.get(one) for one in names}
+
+
+def measure_accelerator(settings: Settings) -> Rows:
+    """Measures T5-XXL with T5-small on a GPU or TPU, by `accelerator_report.py`."""
+    if jax.default_backend() == "cpu":
+        raise Skipped("no accelerator")
+    with tempfile.TemporaryDirectory() as folder:
+        output = pathlib.Path(folder) / "record.json"
+        command = [sys.executable, str(SCRIPTS / "accelerator_report.py"), "--targets=t5_1_1/xxl"]
+        command += [f"--minutes={settings.choose(20, 10)}", f"--output={output}"]
+        # The report loads its models itself; this process must leave it the memory.
+        subprocess.run(command, check=True)
+        figures = json.loads(output.read_text(encoding="utf-8"))["figures"]
+    rows = dict(map(read_figure, figures))
+    return {"t5_1_1/xxl": rows, "brief": {name: rows[name] for name in BRIEF if name in rows}}
+
+
+def read_figure(figure: Mapping[str, Any]) -> tuple[str, Row]:
+    """Returns a figure of `accelerator_report.py` as a row: its name, and what the table shows."""
+    name = figure["figure"].removeprefix("t5_1_1/xxl, ").replace("alpha ", "α = ")
+    name = re.sub(r"batch (\d+)$", r"\1 rows", name).replace(" 1 rows", " 1 row")
+    row = {one: figure[one] for one in (*SHOWN, "failed", "unsupported") if one in figure}
+    if "milliseconds" in figure:
+        row["milliseconds"] = figure["milliseconds"]["median"]
+    return name, row
+
+
+BRIEF = ("plain, 1 row", "α = 0.75, 1 row", "α = 0.9, 1 row", "α = 0.75, 8 rows")
+# What a row shows of a figure, and the words around it.
+SHOWN = {
+    "milliseconds": "{:.3g} ms",
+    "floor_ms": "its bytes {:.2g}",
+    "gb_per_second": "{:,.0f} GB a second",
+    "v": "v {:.2f}",
+    "c": "c {:.3f}",
+    "over_full": "{:.2f} of the full target's",
+    "iteration_ms": "{:.3g} an iteration",
+    "improvement": "{:.2f} times plain",
+}
+
+
+def format_figure(row: Row) -> str:
+    """Returns milliseconds of a call, a step or a token of a row, and what else was found."""
+    why = row.get("failed") or row.get("unsupported")
+    return why or ", ".join(text.format(row[one]) for one, text in SHOWN.items() if one in row)
 
 
 SMALL = ("--drafter=t5_1_1/small", "--gamma=7")

@@ -46,4 +46,8 @@ def list_shortfalls(stages: Mapping[str, Any]) -> dict[str, str]:
         ]
         label = "" if form == "float32" else " in `w8a8`"
         add(f"a whole file, plain{label}, over CTranslate2 in {form}", files, "1.0")
+    for one in (one for one in rows("accelerator") if "draft step" in one):
+        add("T5-XXL with T5-small: c of a draft step", [one["draft step"]["c"]], "0.02", max)
+        short = [one["int8, call over 1"]["over_full"]]
+        add("T5-XXL: a step in int8 over one in bfloat16", short, "at most 0.6", max)
     return found

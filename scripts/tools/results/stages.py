@@ -82,6 +82,12 @@ STAGES: dict[str, Stage] = {
     "t5x": Stage(
         "the package's sentences, over T5X", (3, 0.5), elsewhere.measure_t5x, format_ratio
     ),
+    "accelerator": Stage(
+        "T5-XXL with T5-small in bfloat16, inputs and outputs of 128 tokens, γ = 7",
+        (0, 0),  # ten minutes on an accelerator
+        elsewhere.measure_accelerator,
+        elsewhere.format_figure,
+    ),
     "tpu": Stage(
         "T5-XXL in bfloat16, by the compiler's estimates",
         (8, 0.5),

@@ -12,6 +12,7 @@ deprecated in JAX 0.11: without it XLA's attention is used, as on all other devi
 
 import functools
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,14 +35,15 @@ except ImportError:
 
 _BLOCK = 64  # slots that a program reads at once
 _FEWEST, _MOST = 16, 64  # queries: fewer are padded, since a tensor core multiplies 16 at once
-_FEATURES = (16, 32, 64, 128)
+FEATURES = (16, 32, 64, 128)
 Ref = Any  # a reference to an array in a GPU's memory
+ReadBias = Callable[[jax.Array], jax.Array]  # returns the bias of slots
 
 
 def supports_call(cache: KVCache, queries: int) -> bool:
     """Returns whether attention of `queries` queries a row over `cache` is one kernel."""
     features, dtype = cache.key.shape[-1], cache.key.dtype.name
-    if queries > _MOST or features not in _FEATURES or triton is None:
+    if queries > _MOST or features not in FEATURES or triton is None:
         return False
     if os.environ.get(native.SETTING) == "off":
         return False
@@ -123,8 +125,8 @@ def _pad_axes(queries: int) -> int:
     return max(_FEWEST, pl.next_power_of_2(queries))
 
 
-class _Program:
-    """The kernel for one row and head, whose queries see keys block by block.
+class HeadProgram:
+    """Attention of one row and head, whose queries see keys block by block.
 
     What they have seen is kept in `sums`, which is not an attribute: for each query the greatest
     score, the sum of weights and the weighted sum of values.
@@ -137,32 +139,68 @@ class _Program:
       columns: `[1, K]`, the numbers of a head's features.
     """
 
-    def __init__(self, length: int, features: int, source: Ref, divisor: float = 1.0):
-        """`source` `[B, T, …]` has queries of the first heads, divided by `divisor`."""
-        self.row, self.head = pl.program_id(0), pl.program_id(1)
+    def __init__(self, length: int, features: int, row: jax.Array, head: jax.Array):
+        self.row, self.head = row, head
         self.lines, self.columns = jnp.arange(_pad_axes(length)), jnp.arange(features)[None]
         self.exists, self.at = self.lines < length, jnp.minimum(self.lines, length - 1)
-        query = self.read(source, self.head)
-        self.query = query if divisor == 1 else query / jnp.asarray(divisor, query.dtype)
 
     def read(self, source: Ref, head: jax.Array) -> Float[Array, "M K"]:
-        """Returns a head's features of each query's token."""
+        """Returns a head's features of each query's token, from `[B, T, …]`."""
         return source[self.row, self.at[:, None], head * self.columns.size + self.columns]
 
     def read_bias(self, bias: Ref, slots: jax.Array) -> Float[Array, "M N"]:
-        """Returns the bias of slots."""
+        """Returns the bias of slots, from `[#B, H, T, S]`."""
         row = 0 if bias.shape[0] == 1 else self.row
         return bias[row, self.head, self.at[:, None], slots[None]]
 
-    def make_sums(self) -> tuple[jax.Array, ...]:
+    def attend_to_cache(
+        self,
+        projected: Sequence[jax.Array],
+        caches: Sequence[Ref],
+        written: Sequence[Ref],
+        start: jax.Array,
+        read_bias: ReadBias | None,
+    ) -> Float[Array, "M K"]:
+        """Returns the output of self-attention, and writes the new keys and values.
+
+        Args:
+          projected: queries, keys and values `[M, K]` of the new tokens.
+          caches: keys and values as they were.
+          written: the same memory, to which is written.
+          start: the slot of the row's first new token.
+          read_bias: returns the bias of slots `[N]`, `[M, N]`; None: there is none.
+        """
+        query, added, vector = projected
+        # The new tokens come first: every query has seen a key before the division by a sum.
+        finite = vector - vector == 0
+        added, vector = jnp.where(finite, added, jnp.nan), jnp.where(finite, vector, 0)
+        mask = (self.lines[None] <= self.lines[:, None]) & self.exists[None]
+        places = jnp.minimum(start + self.lines, caches[0].shape[2] - 1)
+        own = None if read_bias is None else read_bias(places)
+        sums = self._add_keys(self._make_sums(), query, added, vector, mask, own)
+        own_slots = self.head, (start + self.lines)[:, None], self.columns
+        for buffer, new in zip(written, (added, vector)):
+            self.store(buffer, own_slots, new)
+        return self._add_blocks(sums, query, caches, start, read_bias)
+
+    def attend_to_encoded(
+        self, query: Float[Array, "M K"], caches: Sequence[Ref], count: jax.Array
+    ) -> Float[Array, "M K"]:
+        """Returns the output of cross-attention to the first `count` keys, to all alike if 0."""
+        empty = count == 0
+        limit = jnp.where(empty, caches[0].shape[2], count)
+        return self._add_blocks(self._make_sums(), query, caches, limit, alike=empty)
+
+    def _make_sums(self) -> tuple[jax.Array, ...]:
         """Returns the sums before any key was seen."""
         count, features = len(self.lines), self.columns.size
         most, total = jnp.full(count, -jnp.inf, jnp.float32), jnp.zeros(count, jnp.float32)
         return most, total, jnp.zeros((count, features), jnp.float32)
 
-    def add_keys(
+    def _add_keys(
         self,
         sums: tuple[jax.Array, ...],
+        query: Float[Array, "M K"],
         key: Float[Array, "N K"],
         value: Float[Array, "N K"],
         mask: Bool[Array, "#M N"],
@@ -170,7 +208,7 @@ class _Program:
     ) -> tuple[jax.Array, ...]:
         """Returns `sums` with more keys and values, where `mask` is True."""
         most, total, weighted = sums
-        scores = multiply(self.query, key, ((1,), (1,)))
+        scores = multiply(query, key, ((1,), (1,)))
         scores = scores if bias is None else scores + bias
         scores = jnp.where(mask, scores, -jnp.inf)
         new = jnp.maximum(most, jnp.max(scores, axis=1))
@@ -178,37 +216,41 @@ class _Program:
         added = multiply(weights.astype(value.dtype), value, ((1,), (0,)))
         return new, total * shrunk + jnp.sum(weights, axis=1), weighted * shrunk[:, None] + added
 
-    def add_block(
+    def _add_blocks(
         self,
-        number: jax.Array,
         sums: tuple[jax.Array, ...],
-        cache: tuple[Ref, Ref],
+        query: Float[Array, "M K"],
+        caches: Sequence[Ref],
         limit: jax.Array,
-        bias: Ref | None = None,
+        read_bias: ReadBias | None = None,
         alike: jax.Array | bool = False,
-    ) -> tuple[jax.Array, ...]:
-        """Returns `sums` with the keys of block `number` of a cache, those below slot `limit`.
+    ) -> Float[Array, "M K"]:
+        """Returns the output of attention over `sums` and a cache's slots below `limit`.
 
         All scores are 0 if `alike`.
         """
-        slots = number * _BLOCK + jnp.arange(_BLOCK)
-        inside, at = slots < limit, jnp.minimum(slots, cache[0].shape[2] - 1)
-        place = self.row, self.head, at[:, None], self.columns
-        key, value = (jnp.where(inside[:, None], buffer[place], 0) for buffer in cache)
-        key = key if alike is False else jnp.where(alike, 0, key)
-        added = None if bias is None else self.read_bias(bias, at)
-        return self.add_keys(sums, key, value, inside[None], added)
+
+        def add_block(number: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            slots = number * _BLOCK + jnp.arange(_BLOCK)
+            inside, at = slots < limit, jnp.minimum(slots, caches[0].shape[2] - 1)
+            place = self.row, self.head, at[:, None], self.columns
+            key, value = (jnp.where(inside[:, None], buffer[place], 0) for buffer in caches)
+            key = key if alike is False else jnp.where(alike, 0, key)
+            bias = None if read_bias is None else read_bias(at)
+            return self._add_keys(sums, query, key, value, inside[None], bias)
+
+        _, total, weighted = jax.lax.fori_loop(0, pl.cdiv(limit, _BLOCK), add_block, sums)
+        return weighted / total[:, None]
 
     def store(self, target: Ref, place: tuple[jax.Array, ...], new: jax.Array) -> None:
         """Stores numbers of each query that exists, at its row and `place` of `target`."""
         mask = jnp.broadcast_to(self.exists[:, None], new.shape)
         triton.store(target.at[self.row, *place], new.astype(target.dtype), mask=mask)
 
-    def store_output(self, out: Ref, sums: tuple[jax.Array, ...]) -> None:
-        """Stores the output of attention over all keys that were added."""
-        _, total, weighted = sums
+    def store_output(self, out: Ref, attended: Float[Array, "M K"]) -> None:
+        """Stores the output of attention in `[B, T, H·K]`."""
         columns = self.head * self.columns.size + self.columns
-        self.store(out, (self.lines[:, None], columns), weighted / total[:, None])
+        self.store(out, (self.lines[:, None], columns), attended)
 
 
 def _attend_to_cache_block(
@@ -216,36 +258,24 @@ def _attend_to_cache_block(
 ) -> None:
     """Runs one row and head of `attend_to_cache`."""
     *biases, out, new_key, new_value = rest
-    heads, slots, features = key.shape[1:]
-    program, bias = _Program(length, features, qkv, divisor), biases[0] if biases else None
-    lines, start = program.lines, positions[program.row]
-    # The new tokens come first, so that every query has seen a key before the division by a sum.
-    added, vector = (program.read(qkv, part * heads + program.head) for part in (1, 2))
-    finite = vector - vector == 0
-    added, vector = jnp.where(finite, added, jnp.nan), jnp.where(finite, vector, 0)
-    mask = (lines[None] <= lines[:, None]) & program.exists[None]
-    places = jnp.minimum(start + lines, slots - 1)
-    own = None if bias is None else program.read_bias(bias, places)
-    sums = program.add_keys(program.make_sums(), added, vector, mask, own)
-    own_slots = program.head, (start + lines)[:, None], program.columns
-    program.store(new_key, own_slots, added)
-    program.store(new_value, own_slots, vector)
-    add = functools.partial(program.add_block, cache=(key, value), limit=start, bias=bias)
-    program.store_output(out, jax.lax.fori_loop(0, pl.cdiv(start, _BLOCK), add, sums))
+    heads, _, features = key.shape[1:]
+    program = HeadProgram(length, features, pl.program_id(0), pl.program_id(1))
+    query, *new = (program.read(qkv, part * heads + program.head) for part in range(3))
+    query = query if divisor == 1 else query / jnp.asarray(divisor, query.dtype)
+    read_bias = functools.partial(program.read_bias, biases[0]) if biases else None
+    caches, written, start = (key, value), (new_key, new_value), positions[program.row]
+    program.store_output(
+        out, program.attend_to_cache((query, *new), caches, written, start, read_bias)
+    )
 
 
 def _attend_to_encoded_block(
     lengths: Ref, query: Ref, key: Ref, value: Ref, out: Ref, *, length: int
 ) -> None:
     """Runs one row and head of `attend_to_encoded`."""
-    slots, features = key.shape[2:]
-    program = _Program(length, features, query)
-    count = lengths[program.row]
-    # Where there is no key at all, equal scores: see `lengths` above.
-    empty, limit = count == 0, jnp.where(count == 0, slots, count)
-    add = functools.partial(program.add_block, cache=(key, value), limit=limit, alike=empty)
-    sums = jax.lax.fori_loop(0, pl.cdiv(limit, _BLOCK), add, program.make_sums())
-    program.store_output(out, sums)
+    program = HeadProgram(length, key.shape[3], pl.program_id(0), pl.program_id(1))
+    queries, count = program.read(query, program.head), lengths[program.row]
+    program.store_output(out, program.attend_to_encoded(queries, (key, value), count))
 
 
 def find_fault(
