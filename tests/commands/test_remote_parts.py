@@ -10,7 +10,7 @@ from stores import FailingStore, list_urls
 
 from specdec_jax.commands import remote_parts
 from specdec_jax.commands.resumable_output import Journal
-from specdec_jax.files.places import make_path
+from specdec_jax.files.places import RemotePath, make_path
 
 store = stores.store
 OUTPUT = "memory://jobs/out.txt"
@@ -78,6 +78,30 @@ def test_a_kill_on_this_machine_loses_nothing(monkeypatch):
         opened.add(0, ["eins"])
         opened.finish()
     assert make_path(OUTPUT).read_bytes() == b"eins\nzwei\ndrei\n"
+
+
+def test_a_line_that_is_being_written_is_in_no_part():
+    with journal() as opened:
+        with open(opened.path, "ab") as file:
+            file.write(b'[0, ["ha')
+        opened._parts.copy()
+    assert len(list_urls(PARTS)) == 1
+
+
+def test_a_kill_while_parts_are_removed_leaves_a_beginning(monkeypatch):
+    removed, unlink = [], RemotePath.unlink
+
+    def remove(path, **options):
+        removed.append(path.name)
+        unlink(path, **options)
+
+    with journal() as opened:
+        for number in range(2):
+            opened.add(number, ["eins"])
+            wait_for(number + 2)
+        monkeypatch.setattr(RemotePath, "unlink", remove)
+        opened._parts.remove()
+    assert removed == sorted(removed)[::-1] and len(removed) == 3
 
 
 def test_another_machine_goes_on_from_the_parts(machine):

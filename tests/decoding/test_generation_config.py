@@ -11,7 +11,8 @@ from golden_models import GOLDEN
 
 import specdec_jax as sd
 from specdec_jax.checkpoints.converter import save
-from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.checks import SamplingChanges, UnsupportedCombination
+from specdec_jax.decoding.defaults import fill_sampling
 from specdec_jax.decoding.generate import prepare
 from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.models.model_defaults import ModelDefaults
@@ -131,6 +132,17 @@ def test_a_call_goes_first_and_one_switch_turns_all_off(ruled):
         ValueError, match="generation_config: got 'none', expected a ModelDefaults, 'model'"
     ):
         sd.generate(ruled, INPUTS, generation_config="none")
+
+
+def test_a_field_of_a_call_goes_before_the_models(plain):
+    """The model's other fields stay."""
+    defaults = ModelDefaults(
+        repetition_penalty=2.0, no_repeat_ngram_size=3, do_sample=True, temperature=0.7
+    )
+    changes = SamplingChanges({"repetition_penalty": 1.5, "temperature": 0.2})
+    found = fill_sampling(plain, defaults, changes, np.ones(2), np.full(2, 8), (1,))
+    assert (found.repetition_penalty, found.temperature) == (1.5, 0.2)
+    assert (found.no_repeat_ngram, found.top_k) == (3, 50)
 
 
 def test_a_model_may_be_assigned_none_but_nothing_of_another_kind(plain, monkeypatch, tmp_path):

@@ -1,5 +1,7 @@
 """The gate: counts beside a loop in Python, exactness, what it leaves out."""
 
+import types
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from distribution_samples import (
 
 import specdec_jax as sd
 from specdec_jax.decoding.generate import advance, prepare
-from specdec_jax.drafters.gated import _FIRST, _WEIGHT
+from specdec_jax.drafters.gated import _FIRST, _WEIGHT, GateState
 
 GAMMA = 5
 MIXED = sd.SamplingConfig(temperature=[0.0, 0.9] * (B // 2), top_k=9)
@@ -80,6 +82,19 @@ def test_drafts_and_counts_equal_slow_ones(name):
     """What is left out counts too."""
     seen = follow(DRAFTERS[name](least=0.31), 8)
     assert min(seen.values()) > 10 or name == "bigrams"
+
+
+@pytest.mark.parametrize("start, examined", [(2, 2.0), (3, 0.0)])
+def test_a_draft_that_began_past_the_committed_tokens_teaches_nothing(start, examined):
+    """So it does inside a cascade, after the part before it."""
+    ids = np.full((1, 16), -1, np.int32)
+    ids[0, :2] = 6
+    none, zeros = jnp.zeros((1, 0), jnp.int32), jnp.zeros((1, len(_FIRST)))
+    own = GateState(none, zeros, zeros, jnp.asarray(ids), jnp.asarray(ids), jnp.array([start]))
+    state = types.SimpleNamespace(tokens=jnp.full((1, 8), 6), lengths=jnp.array([4]))
+    scored = types.SimpleNamespace(num_new=jnp.array([2]))
+    after = DRAFTERS["lookup"]().observe(own, state, scored)
+    assert float(after.examined.sum()) == float(after.accepted.sum()) == examined
 
 
 @pytest.mark.slow

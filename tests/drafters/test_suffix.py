@@ -130,11 +130,10 @@ def test_a_passage_ends_where_its_sequence_ends():
     assert find(joined, [0, 3, 4, 5])[0][0] == [6, 7, 8, 9], "the test can fail"
 
 
-@slow
-def test_the_length_is_limited_by_the_match():
+@parametrize("factor, drafted", [(2.0, [4, 5]), (2.5, [4, 5, 6])], first=1)
+def test_the_length_is_limited_by_the_match(factor, drafted):
     text = sort_texts([[1, 3, 4, 5, 6, 7, 8, 9]], 10, 64)
-    for factor, drafted in ((2, [4, 5]), (2.5, [4, 5, 6])):
-        assert find(sd.SuffixDrafter(text, factor=factor), [0, 3])[0][0] == drafted
+    assert find(sd.SuffixDrafter(text, factor=factor), [0, 3])[0][0] == drafted
     assert find(sd.SuffixDrafter(text), [0, 3, 4])[0][0] == [5, 6, 7, 8]
 
 
@@ -147,10 +146,11 @@ def test_the_most_frequent_continuation_is_drafted():
     assert find(drafter, [0, 8])[0] == [[], [], []]
 
 
-@slow
-def test_own_output_and_input_are_read():
-    assert find(sd.SuffixDrafter(), [0, 3, 4, 5, 6, 3, 4])[0][0] == [5, 6, 3, 4]
-    assert find(sd.SuffixDrafter(), [0, 8, 4], inputs=[3, 4, 5, 1])[0][0] == [5, 1]
+@parametrize("earlier", [[[20, 21]], None], first=1)
+def test_own_output_and_input_are_read(earlier):
+    drafter = sd.SuffixDrafter(earlier and sort_texts(earlier, 24, 64))
+    assert find(drafter, [0, 3, 4, 5, 6, 3, 4])[0][0] == [5, 6, 3, 4]
+    assert find(drafter, [0, 8, 4], inputs=[3, 4, 5, 1])[0][0] == [5, 1]
 
 
 def test_an_output_like_an_earlier_one_is_copied_after_a_changed_id():
@@ -251,8 +251,9 @@ def test_a_full_history_drops_its_older_half(target):
     assert ids[:4] != [1, 21, 1, 22] and ids[-8:] == [9, 21, 1, 22, 9, 23, 2, 0]
     assert int(history.drafter.text.size) == np.count_nonzero(ids)
     history.saw(np.array([], int), np.array([0]), finished([], "empty"))
+    history.saw(np.array([4]), np.array([0]), finished([5, 6], "error"))
     history.saw(np.array([], int), np.array([0]), finished([3] * 40))
-    assert history._new == [], "one that is empty, and one that is too long"
+    assert history._new == [], "one that is empty, one that failed, and one that is too long"
 
 
 @slow

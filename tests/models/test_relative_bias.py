@@ -13,12 +13,14 @@ from golden_models import DRAFTERS, GOLDEN, engine_tokens, greedy_tokens
 
 import specdec_jax as sd
 from specdec_jax.backends.cpu import packed_weights
+from specdec_jax.backends.tree_positions import Nodes, WindowNodes
 from specdec_jax.checkpoints import t5x
 from specdec_jax.models import parameters
 from specdec_jax.models.families import build_config, describe
 from specdec_jax.models.network import initial_params
 from specdec_jax.models.relative_bias import (
     RelativePositionBias,
+    make_window_mask,
     relative_position_bucket,
     slice_biases,
 )
@@ -154,6 +156,23 @@ def test_t5x_itself_computes_the_same(scanned, tmp_path):
 
 
 # A bias depends on distance only.
+
+
+def test_a_window_of_nodes_is_that_of_a_sequence():
+    """Of a chain whose nodes lie in the slots of their positions."""
+    slots, window, first, depths = 9, 3, 2, np.arange(4, dtype=np.int32)[None]
+    start, positions = np.array([first], np.int32), first + depths
+    paths = np.tile(np.arange(slots, dtype=np.int32), (1, 4, 1))
+    lines = np.tile(depths, (1, 4, 1))
+    causal = np.arange(slots) <= positions[..., None]
+    expected = causal & (np.arange(slots) > positions[..., None] - window)
+    for nodes in (
+        None,
+        Nodes(start, positions, paths),
+        WindowNodes(start, start, depths, lines, slots),
+    ):
+        found = make_window_mask(jnp.asarray(positions), jax.tree.map(jnp.asarray, nodes), 9, 3)
+        np.testing.assert_array_equal(np.asarray(found)[:, 0] & causal, expected)
 
 
 def test_distances_at_an_edge_have_the_buckets_of_t5x():
