@@ -194,22 +194,28 @@ class CPUBackend(Backend):
     ) -> tuple[States, KVCache]:
         # Positions that are not valid need not be cleared: the next product does not read them.
         where = call.positions if call.nodes is None else call.nodes
-        arrays = qkv[0], cache.key, cache.value, bias, where, heads.divisor, call.valid
-        attended, *cached = packed_weights.attend_to_cache(*arrays, clear=False)
+        arrays = qkv[0], cache.key, cache.value, bias, where, heads.divisor, call.valid, False
+        more = None
+        if call.more is not None:
+            encoded, mask = call.more
+            more = encoded.key, encoded.value, _count_tokens(mask)
+        attended, *cached = packed_weights.attend_to_cache(
+            *arrays, cap=heads.cap, window=heads.window, more=more
+        )
         return attended, KVCache(*cached)
 
     def attend_to_encoded(
         self, query: Query, cross: KVCache, mask: Mask, valid: Valid, heads: AttentionShape
     ) -> States:
-        return packed_weights.attend_to_encoded(
-            query, cross.key, cross.value, _count_tokens(mask), valid, False, heads.divisor
-        )
+        arrays = query, cross.key, cross.value, _count_tokens(mask), valid
+        return packed_weights.attend_to_encoded(*arrays, False, heads.divisor, heads.cap)
 
     def attend_to_inputs(
         self, qkv: Projected, mask: Mask, bias: Float[Array, "H Z"] | None, heads: AttentionShape
     ) -> States:
         bias = jnp.zeros((heads.count, 0)) if bias is None else bias
-        return packed_weights.attend_to_inputs(qkv[0], bias, _count_tokens(mask), heads.divisor)
+        arrays = qkv[0], bias, _count_tokens(mask), heads.divisor, heads.features, heads.cap
+        return packed_weights.attend_to_inputs(*arrays, heads.window, heads.ahead)
 
 
 class AcceleratorBackend(Backend):

@@ -36,6 +36,7 @@ from specdec_jax.backends.axes import (
     Valid,
 )
 from specdec_jax.backends.backend import Backend
+from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.cpu.packed_weights import Before
 from specdec_jax.backends.kv_cache import KVCache, pad
 from specdec_jax.backends.matmul import product
@@ -164,9 +165,9 @@ class BlockOptions:
         """Returns what stands before a block and after it: the block's norm, and nothing."""
         return (NoNorm(), norm) if self.norm_place == "post" else (norm, NoNorm())
 
-    def make_output_norm(self, name: str | None = None) -> nn.Module | None:
+    def make_output_norm(self, packed: bool, name: str | None = None) -> nn.Module | None:
         """Makes the norm of what a block adds; None where there is none."""
-        return self.make_norm(name=name) if self.norm_place == "both" else None
+        return self.make_norm(packed, name) if self.norm_place == "both" else None
 
     def packs_norms(self, backend: Backend) -> bool:
         """Returns whether a block's norm runs by itself as a CPU's kernel, not before a product."""
@@ -216,11 +217,13 @@ class MLP(nn.Module):
         """Returns `x + dropout(block(norm(x)))`."""
         options, names = self.options, self.options.activations
         count, dense = len(names), options.make_dense
-        joint = "wi" if count == 1 else "wi_fused"
-        if self.backend.packs_weights:
+        joint, packed = "wi" if count == 1 else "wi_fused", self.backend.packs_weights
+        output_norm = options.make_output_norm(packed, "output_norm")
+        if packed:
             hidden = dense(count * options.mlp_dim, name=joint).apply_after(norm, x, valid)
             gate = Before("activation" if count == 1 else "gate", activations=names)
-            return dense(x.shape[-1], name="wo").apply_packed(hidden, valid, gate, x)
+            output = dense(x.shape[-1], name="wo")
+            return output.add_to(x, hidden, valid, dropout, output_norm, gate)
         residual, x = x, norm(x)
         if self.backend.joins_weights or count == 1:
             parts = jnp.split(dense(count * options.mlp_dim, name=joint)(x), count, axis=-1)
@@ -230,7 +233,6 @@ class MLP(nn.Module):
         hidden = functools.reduce(operator.mul, activated)
         rate = options.dropout_rate if options.inner_dropout else 0.0
         hidden = nn.Dropout(rate)(hidden, deterministic=deterministic)
-        output_norm = options.make_output_norm("output_norm")
         return dense(x.shape[-1], name="wo").add_to(residual, hidden, valid, dropout, output_norm)
 
 
@@ -260,10 +262,10 @@ class Attention(nn.Module):
         self.value = dense(kv_size, kernel_init=fan_in_normal)
         self.qkv = dense(3 * size)
         self.out = dense(options.emb_dim, kernel_init=fan_in_normal)
-        if options.norm_place == "both":
-            self.output_norm = options.make_norm()
+        packed = self.backend.packs_weights
+        self.output_norm = options.make_output_norm(packed)
         if options.qk_norm:
-            self.query_norm, self.key_norm = options.make_norm(), options.make_norm()
+            self.query_norm, self.key_norm = options.make_norm(packed), options.make_norm(packed)
 
     @property
     def shape(self) -> AttentionShape:
@@ -290,16 +292,21 @@ class Attention(nn.Module):
     def _project_after(
         self, norm: Callable, x: AnyStates, valid: Valid, rotation: Rotation | None
     ) -> xla.Projected:
-        """Returns queries, keys and values of `norm(x)`, with packed weights in one kernel."""
-        if self.backend.packs_weights:
+        """Returns queries, keys and values of `norm(x)`, with packed weights in one array."""
+        if not self.backend.packs_weights:
+            return self._project(norm(x), rotation)
+        if self.joint:
             return (self.qkv.apply_after(norm, x, valid),)
-        return self._project(norm(x), rotation)
+        dense, normed = (self.query, self.key, self.value), self.options.qk_norm
+        query, key, value = (part.apply_after(norm, x, valid) for part in dense)
+        norms = [part.before() for part in (self.query_norm, self.key_norm)] if normed else None
+        how = self.options.head_dim, norms, rotation, valid
+        return (packed_weights.join_heads(query, key, value, *how),)
 
     def _add(
         self, x: AnyStates, attended: Float[Array, "..."], valid: Valid, dropout: Callable
     ) -> AnyStates:
-        norm = self.output_norm if self.options.norm_place == "both" else None
-        return self.out.add_to(x, attended, valid, dropout, norm)
+        return self.out.add_to(x, attended, valid, dropout, self.output_norm)
 
     def attend_to_cache(
         self,
@@ -396,7 +403,9 @@ class EncoderLayer(nn.Module):
         joint = options.joins_attention and self.backend.joins_weights
         packed, rotation = options.packs_norms(self.backend), None
         if (rotary := self.kind.rotary) is not None:
-            rotation = rotary.rotation(jnp.arange(length), options.head_dim, options.dtype)
+            places, backend = jnp.arange(length), self.backend
+            how = options.head_dim, options.dtype, backend.packs_weights
+            rotation = rotary.rotation(places, *how)
         name = options.encoder_attention
         attention = Attention(options, self.backend, joint, self.kind, name=name)
         norm = options.make_norm(packed, name=options.name_norm("attention"))
@@ -707,11 +716,12 @@ class Decoder(nn.Module):
         calls = {}
         for kind in self.options.layer_kinds:
             mask, rotation = call.mask, call.rotation
-            if kind.window is not None:
+            if kind.window is not None and mask is not None:
                 mask &= make_window_mask(places, call.nodes, slots, kind.window)
             if kind.rotary is not None:
                 options, flat = self.options, places.reshape(-1)
-                rotation = kind.rotary.rotation(flat, options.head_dim, options.dtype)
+                how = options.head_dim, options.dtype, self.backend.packs_weights
+                rotation = kind.rotary.rotation(flat, *how)
             calls[kind] = call._replace(mask=mask, rotation=rotation)
         return calls
 
@@ -744,20 +754,20 @@ class Decoder(nn.Module):
 
     def logits(self, x: States, embedding: Float[Array, "rows D"], valid: Valid = None) -> Logits:
         """Applies the head: returns the logits of normalised states `x`."""
-        x, bias = self._scale(x), self._logits_bias()
+        x, bias, cap = self._scale(x), self._logits_bias(), self.options.logits_cap
         if self.options.tied_head:
             logits = product(x, embedding.astype(x.dtype), ((2,), (1,)))
         elif self.backend.packs_weights:
-            logits, bias = self.logits_dense.apply_packed(x, valid, bias=bias), None
+            return self.logits_dense.apply_packed(x, valid, bias=bias, cap=cap)
         else:
             logits = self.logits_dense(x, valid)
         logits = logits if bias is None else logits + bias.astype(logits.dtype)
-        return xla.apply_cap(logits, self.options.logits_cap)
+        return xla.apply_cap(logits, cap)
 
     def greedy_token_and_logprob(self, x: States, valid: Valid, normalize: bool) -> TokenAndLogprob:
         """Does what `Network.greedy_token_and_logprob` does, for normalised states `x`."""
-        head, bias = self.logits_dense, self._logits_bias()
-        return head.greedy_token_and_logprob(self._scale(x), valid, normalize, bias)
+        head, how = self.logits_dense, (self._logits_bias(), self.options.logits_cap)
+        return head.greedy_token_and_logprob(self._scale(x), valid, normalize, *how)
 
     def _logits_bias(self) -> Float[Array, " V"] | None:
         """Returns the bias of the logits, or of those of a shortlist; None without one."""

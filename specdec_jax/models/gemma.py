@@ -15,8 +15,7 @@ from specdec_jax.models.rotary import Rotary
 class GemmaConfig(ModelConfig):
     """The shape of a Gemma: rotary positions, heads that share keys, caps, sliding windows.
 
-    Each block has a norm before it and another after it, and the feed-forward block is gated. On a
-    CPU attention is XLA's: the package's own kernels compute the products alone.
+    Each block has a norm before it and another after it, and the feed-forward block is gated.
 
     Attributes:
       vocab_size: rows of the embedding and width V of the logits.
@@ -68,7 +67,7 @@ class GemmaConfig(ModelConfig):
         _check_heads(self)
 
     def module(self, backend: Backend = Backend()) -> DecoderOnly:
-        return DecoderOnly(self, _without_kernels(backend))
+        return DecoderOnly(self, backend)
 
     def block_options(self) -> BlockOptions:
         """Returns what the decoder is made of."""
@@ -163,7 +162,7 @@ class T5GemmaConfig(GemmaConfig):
         return self.encoder_emb_dim
 
     def module(self, backend: Backend = Backend()) -> EncoderDecoder:
-        return EncoderDecoder(self, _without_kernels(backend))
+        return EncoderDecoder(self, backend)
 
     def block_options(self) -> BlockOptions:
         """Returns what the decoder is made of."""
@@ -207,11 +206,6 @@ def _check_heads(config: GemmaConfig, stack: str = "") -> None:
         raise FieldError(config, f"{stack}num_kv_heads", f"got {shared}, expected {expected}")
     if config.head_dim % 2:
         raise FieldError(config, "head_dim", f"got {config.head_dim}, expected an even number")
-
-
-def _without_kernels(backend: Backend) -> Backend:
-    """Returns a backend whose attention is XLA's, in place of one for a CPU's own kernels."""
-    return Backend(joins_weights=True) if backend.packs_weights else backend
 
 
 # D, H, heads of keys, K, layers, the MLP's width.
