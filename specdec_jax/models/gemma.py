@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
 
 from specdec_jax.backends.backend import Backend
 from specdec_jax.models.blocks import BlockOptions, DecoderOnly, EncoderDecoder, LayerKind
@@ -29,7 +30,8 @@ class GemmaConfig(ModelConfig):
       query_scalar: scores are divided by its root.
       attention_cap, logits_cap: c of scores and of logits c·tanh(x / c); None: as they are.
       rotary_base, rotary_factor: of the rotary positions, as in `Rotary`.
-      local_rotary_base: θ of layers with a window, without a factor; None: `rotary_base`.
+      local_rotary_base: θ of layers with a window, without a factor; None: they have what the
+        others have.
       qk_norm: whether queries and keys of each head have a norm of their own (Gemma 3).
       mlp_activation: activation of the feed-forward block; "gelu" is the tanh approximation.
       logits_via_embedding: whether the head is the transposed embedding.
@@ -101,14 +103,17 @@ class GemmaConfig(ModelConfig):
         )
 
     def _list_kinds(self, windows: tuple[int, ...]) -> tuple[LayerKind, ...]:
-        local = Rotary(self.local_rotary_base or self.rotary_base)
         whole = Rotary(self.rotary_base, self.rotary_factor)
+        local = whole if self.local_rotary_base is None else Rotary(self.local_rotary_base)
         return tuple(
             LayerKind(window, local) if window else LayerKind(None, whole) for window in windows
         )
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return list_shapes(self)
+
+    def explicit(self) -> Self:
+        return self.replace(windows=_repeat_windows(self.windows, self.num_decoder_layers))
 
     @classmethod
     def presets(cls) -> dict[str, "GemmaConfig"]:
@@ -185,6 +190,10 @@ class T5GemmaConfig(GemmaConfig):
             embedding_scale=math.sqrt(self.encoder_emb_dim),
         )
 
+    def explicit(self) -> Self:
+        windows = _repeat_windows(self.encoder_windows, self.num_encoder_layers)
+        return super().explicit().replace(encoder_windows=windows)
+
     def _reach_ahead(self, kind: LayerKind) -> LayerKind:
         """Returns a layer's kind with the window of an encoder."""
         if kind.window is None:
@@ -196,6 +205,18 @@ class T5GemmaConfig(GemmaConfig):
     @classmethod
     def presets(cls) -> dict[str, "T5GemmaConfig"]:  # type: ignore[override]
         return T5GEMMA_PRESETS
+
+
+def shorten_windows(windows: Sequence[int]) -> tuple[int, ...]:
+    """Returns as few of the windows of all layers as say them: after the last, the first again."""
+    count, windows = len(windows), list(windows)
+    repeats = (n for n in range(1, count) if windows[n:] == windows[:-n])
+    return tuple(windows[: next(repeats, count)])
+
+
+def _repeat_windows(windows: tuple[int, ...], layers: int) -> tuple[int, ...]:
+    """Returns the shortest windows that say what these say of so many layers."""
+    return shorten_windows([windows[i % len(windows)] for i in range(layers)])
 
 
 def _check_heads(config: GemmaConfig, stack: str = "") -> None:
