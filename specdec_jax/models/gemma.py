@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 from specdec_jax.backends.backend import Backend
-from specdec_jax.models.blocks import BlockOptions, DecoderOnly, EncoderDecoder, LayerKind
+from specdec_jax.models.block_options import BlockOptions, LayerKind
+from specdec_jax.models.blocks import DecoderOnly, EncoderDecoder
 from specdec_jax.models.config_validation import FieldError, check_fields
 from specdec_jax.models.family import ModelConfig, list_shapes
 from specdec_jax.models.rotary import Rotary

@@ -8,6 +8,7 @@ import random
 import tokenizers
 
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>")
+END = SPECIAL.index("<end_of_turn>")
 # Gemma has tokens for runs of line breaks and spaces, and for marks of pages, that are not special.
 RUNS = ("\n\n", "\n\n\n", "▁▁", "▁▁▁", "▁▁▁▁", "<table>", "<unused0>")
 _WORDS = (

@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from gemma_tokenizer import SPECIAL, make_lines, write_tokenizer
+from gemma_tokenizer import END, SPECIAL, make_lines, write_tokenizer
 
 from specdec_jax.tokenizers import huggingface_folders
 from specdec_jax.tokenizers.vocabularies import TokenizerJsonVocabulary
 
-EOS, BOS, END = 1, 2, SPECIAL.index("<end_of_turn>")
+EOS, BOS = 1, 2
 
 
 def open_vocabulary(folder):
