@@ -11,6 +11,7 @@ import tiers
 from kernel_inputs import UNIT, normal, same
 
 from specdec_jax.backends.cpu import native, packed_weights
+from specdec_jax.backends.cpu.packed_weights import Scoring
 from specdec_jax.backends.tree_positions import Nodes
 
 pytestmark = [
@@ -307,8 +308,8 @@ class Shared:
         qkv = self.qkv[rows][:, queries].reshape(len(self.qkv[rows]), -1, 8 * self.K)
         arrays = [jnp.array(x) for x in (qkv, self.keys[rows], self.values[rows])]
         given = [jnp.asarray(x[rows]) for x in (*self.more, self.lengths)]
-        options = OWN | dict(more=tuple(given) if more else None)
-        found = packed_weights.attend_to_cache(*arrays, None, where, self.divisor, **options)
+        scoring = Scoring(self.divisor, **OWN, more=tuple(given) if more else None)
+        found = packed_weights.attend_to_cache(*arrays, None, where, scoring)
         return tuple(map(np.asarray, found))
 
     def expected(self, written, seen, more=True):
@@ -373,8 +374,8 @@ def test_shared_heads_over_an_encoders_output():
     case = Shared()
     query = case.qkv[:, :, :4].reshape(2, 3, -1)
     given = [jnp.asarray(x) for x in (query, *case.more, case.lengths)]
-    options = dict(divisor=case.divisor, cap=OWN["cap"])
-    found = np.asarray(packed_weights.attend_to_encoded(*given, **options))
+    scoring = Scoring(case.divisor, OWN["cap"])
+    found = np.asarray(packed_weights.attend_to_encoded(*given, scoring=scoring))
     for b, t, h in np.ndindex(2, 3, 4):
         keys, values = (part[b, h // 2, : case.lengths[b]] for part in case.more)
         one = query[b, t].reshape(4, -1)[h].astype(np.float64) / case.divisor
@@ -384,12 +385,11 @@ def test_shared_heads_over_an_encoders_output():
 @tiers.parametrize("L, window, ahead", [(21, 4, 2), (21, 1, 0), (300, 90, 40)], first=2)
 def test_shared_heads_and_windows_of_an_encoder(L, window, ahead):
     H, G, K, lengths = 4, 2, 20, np.array([L, 13, 1], np.int32)
-    qkv, options = normal(3, L, H + 2 * G, K), dict(cap=OWN["cap"], window=window, ahead=ahead)
+    qkv, scoring = normal(3, L, H + 2 * G, K), Scoring(np.float32(3), OWN["cap"], window, ahead)
 
     def run(qkv, lengths):
         given = jnp.asarray(qkv.reshape(*qkv.shape[:2], -1)), jnp.zeros((H, 0))
-        given = *given, jnp.asarray(lengths), np.float32(3), K
-        return np.asarray(packed_weights.attend_to_inputs(*given, **options))
+        return np.asarray(packed_weights.attend_to_inputs(*given, jnp.asarray(lengths), scoring, K))
 
     whole, expected = run(qkv, lengths), np.zeros((3, L, H, K))
     for b, t, h in np.ndindex(3, L, H):

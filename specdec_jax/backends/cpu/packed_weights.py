@@ -321,6 +321,32 @@ def join_heads(
     return call(query, key, value, *scales, *angles, _flags(valid), features=np.int64(features))
 
 
+class Scoring(NamedTuple):
+    """How queries attend.
+
+    Attributes:
+      divisor: number by which products of queries and keys are divided, before a bias is added.
+      cap, window, ahead: as in `AttentionShape`.
+      more: further keys and values to which every query of a cache attends, and how many each row
+        has of them; only without a bias.
+    """
+
+    divisor: float = 1.0
+    cap: float | None = None
+    window: int | None = None
+    ahead: int = 0
+    more: tuple[Float32[Array, "B H L K"], Float32[Array, "B H L K"], PerRow] | None = None
+
+    def scores(self) -> dict[str, np.float32]:
+        """Returns the numbers that all attention kernels take."""
+        return dict(divisor=np.float32(self.divisor), cap=_number(self.cap))
+
+
+def _read_scoring(given: float | Scoring) -> Scoring:
+    """Returns the scoring that is meant, where a number is a divisor."""
+    return given if isinstance(given, Scoring) else Scoring(given)
+
+
 _Cache = Float32[Array, "*B H S K"]
 
 
@@ -330,13 +356,9 @@ def attend_to_cache(
     values: _Cache,
     bias: Float32[Array, "S H S"] | Float32[Array, "H P"] | None,
     where: Int32[Array, " B"] | AnyNodes,
-    divisor: float,
+    scoring: float | Scoring,
     valid: Valid = None,
     clear: bool = True,
-    *,
-    cap: float | None = None,
-    window: int | None = None,
-    more: tuple[Float32[Array, "B H L K"], Float32[Array, "B H L K"], PerRow] | None = None,
 ) -> tuple[Float32[Array, "B T HK"], _Cache, _Cache]:
     """Writes new keys and values to the caches, in place, and attends to them.
 
@@ -349,17 +371,15 @@ def attend_to_cache(
       bias: added to the scores, by query position; for nodes that of the last of P positions, from
         which each node's is taken by distance; None: nothing.
       where: the first slot that is written in each row, or the nodes.
-      divisor: number by which scores are divided before the bias is added.
+      scoring: how they attend; a number: its divisor.
       valid: False for positions that are not computed and write nothing; the valid ones of a row
         come first. None: all are valid.
       clear: as for `PackedWeight.product`.
-      cap, window: as in `AttentionShape`.
-      more: further keys and values to which every query attends, and how many each row has of them;
-        only without a bias.
 
     Returns:
       Outputs, keys, values.
     """
+    how = _read_scoring(scoring)
     if isinstance(where, AnyNodes):
         name, bias = "node_attention", _replace_none(bias, 2)
         places = [where.starts, where.positions, where.paths]
@@ -368,10 +388,9 @@ def attend_to_cache(
     width = qkv.shape[2] - 2 * keys.shape[-3] * keys.shape[-1]
     shapes = (*qkv.shape[:2], width), keys.shape, values.shape
     none = jnp.zeros([0] * 4), jnp.zeros([0] * 4), jnp.zeros(0, jnp.int32)
-    arrays = qkv, keys, values, bias, *places, _flags(valid), *(none if more is None else more)
+    arrays = qkv, keys, values, bias, *places, _flags(valid), *(how.more or none)
     call = _get_kernel(name, *shapes, aliases={1: 1, 2: 2})
-    options = dict(divisor=np.float32(divisor), cap=_number(cap), window=np.int64(window or 0))
-    return tuple(call(*arrays, **options, clear=clear))
+    return tuple(call(*arrays, **how.scores(), window=np.int64(how.window or 0), clear=clear))
 
 
 def move_slots(
@@ -389,16 +408,15 @@ def attend_to_encoded(
     lengths: Int32[Array, " B"],
     valid: Valid = None,
     clear: bool = True,
-    divisor: float = 1.0,
-    cap: float | None = None,
+    scoring: float | Scoring = 1.0,
 ) -> Float32[Array, "B T HK"]:
     """Returns the attention of queries over the first `lengths` keys and values of each row.
 
     H is a multiple of G. It is 0 for a row of length 0, and for positions that are False in
-    `valid`; `divisor` and `cap` as for `attend_to_cache`, `clear` as for `PackedWeight.product`.
+    `valid`; `scoring` as for `attend_to_cache`, `clear` as for `PackedWeight.product`.
     """
     call = _get_kernel("cross_attention", query.shape)
-    options = dict(divisor=np.float32(divisor), cap=_number(cap), clear=clear)
+    options = _read_scoring(scoring).scores() | dict(clear=clear)
     return call(query, keys, values, lengths, _flags(valid), **options)
 
 
@@ -406,11 +424,8 @@ def attend_to_inputs(
     qkv: Float32[Array, "B L QKV"],
     bias: Float32[Array, "H 2*L-1"] | Float32[Array, "H 0"],
     lengths: Int32[Array, " B"],
-    divisor: float = 1.0,
+    scoring: float | Scoring = 1.0,
     features: int | None = None,
-    cap: float | None = None,
-    window: int | None = None,
-    ahead: int = 0,
 ) -> Float32[Array, "B L HK"]:
     """Returns an encoder's attention of the first `lengths` positions of each row over each other.
 
@@ -421,11 +436,11 @@ def attend_to_inputs(
       bias: added to the scores, by distance from query to key, from 1 − L on; without any:
         nothing.
       lengths: number of positions of each row that count.
-      divisor: as for `attend_to_cache`.
+      scoring: as for `attend_to_cache`.
       features: K, features of each head; None: keys and values have H heads too.
-      cap, window, ahead: as in `AttentionShape`.
     """
+    how = _read_scoring(scoring)
     width = qkv.shape[2] // 3 if features is None else features * len(bias)
     call = _get_kernel("encoder_attention", (*qkv.shape[:2], width))
-    sizes = dict(window=np.int64(window or 0), ahead=np.int64(ahead))
-    return call(qkv, bias, lengths, divisor=np.float32(divisor), cap=_number(cap), **sizes)
+    sizes = dict(window=np.int64(how.window or 0), ahead=np.int64(how.ahead))
+    return call(qkv, bias, lengths, **how.scores(), **sizes)
