@@ -197,22 +197,26 @@ class CPUBackend(Backend):
     ) -> tuple[States, KVCache]:
         # Positions that are not valid need not be cleared: the next product does not read them.
         where = call.positions if call.nodes is None else call.nodes
-        arrays = qkv[0], cache.key, cache.value, bias, where, heads.divisor, call.valid
+        scoring = _read_scoring(heads)
+        if call.more is not None:
+            encoded, mask = call.more
+            scoring = scoring._replace(more=(encoded.key, encoded.value, _count_tokens(mask)))
+        arrays = qkv[0], cache.key, cache.value, bias, where, scoring, call.valid
         attended, *cached = packed_weights.attend_to_cache(*arrays, clear=False)
         return attended, KVCache(*cached)
 
     def attend_to_encoded(
         self, query: Query, cross: KVCache, mask: Mask, valid: Valid, heads: AttentionShape
     ) -> States:
-        return packed_weights.attend_to_encoded(
-            query, cross.key, cross.value, _count_tokens(mask), valid, False, heads.divisor
-        )
+        arrays = query, cross.key, cross.value, _count_tokens(mask), valid
+        return packed_weights.attend_to_encoded(*arrays, False, _read_scoring(heads))
 
     def attend_to_inputs(
         self, qkv: Projected, mask: Mask, bias: Float[Array, "H Z"] | None, heads: AttentionShape
     ) -> States:
         bias = jnp.zeros((heads.count, 0)) if bias is None else bias
-        return packed_weights.attend_to_inputs(qkv[0], bias, _count_tokens(mask), heads.divisor)
+        arrays = qkv[0], bias, _count_tokens(mask), _read_scoring(heads), heads.features
+        return packed_weights.attend_to_inputs(*arrays)
 
 
 class AcceleratorBackend(Backend):
@@ -400,6 +404,11 @@ def choose_backend(
         return CPUBackend()
     kind = {"cpu": Backend, "tpu": TPUBackend}.get(platform, GPUBackend)
     return kind(rules is None or rules.parts == 1, rules)
+
+
+def _read_scoring(heads: AttentionShape) -> packed_weights.Scoring:
+    """Returns how queries attend, for the CPU's own kernels."""
+    return packed_weights.Scoring(heads.divisor, heads.cap, heads.window, heads.ahead)
 
 
 def _count_tokens(mask: Mask) -> PerRow:

@@ -30,8 +30,14 @@ _READERS: tuple[Any, ...] = (
 )
 # By config.json's model_type.
 _READER_OF = {kind: reader for reader in _READERS for kind in reader.ARCHITECTURES}
-WRITERS = {"t5": huggingface_t5}  # by the name of our family
+# By the name of our family.
+WRITERS: dict[str, Any] = {
+    "t5": huggingface_t5,
+    "gemma": huggingface_gemma,
+    "t5gemma": huggingface_gemma,
+}
 
+_PARTS = "decoder", "text_config"  # of config.json, that describe what is decoded
 _SPECIAL_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 FLAX = "flax_model.msgpack"
 _PYTORCH = (pytorch_files.WHOLE, pytorch_files.INDEX)
@@ -143,7 +149,7 @@ def _unwrap_names(folder: AnyPath, tensors: Parameters) -> tuple[Parameters, tup
 
 def _nested_ids(path: AnyPath, options: dict) -> dict:
     """Returns config.json with the special ids of the part that describes what is decoded."""
-    for part in ("decoder", "text_config"):
+    for part in _PARTS:
         nested = options.get(part, {})
         if not isinstance(nested, dict):
             raise mismatch_error(f"{path}: {part}", quote_value(nested), "an object")
@@ -168,7 +174,7 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, repor
     Its files are config.json, generation_config.json, safetensors and those of the tokenizer.
 
     Raises:
-      ValueError: Hugging Face's model has no name for the feed-forward block or the vocabulary.
+      ValueError: Hugging Face has no such model, or no files for the vocabulary.
     """
     writer = WRITERS[checkpoint.config.family]
     eos_ids = list(checkpoint.eos_ids or ())
@@ -177,8 +183,12 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, repor
         "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids,
         "pad_token_id": huggingface_folders.choose_pad_id(checkpoint.vocabulary),
     }
+    ids |= {name: checkpoint.start_token for name in writer.START}
     files = huggingface_folders.make_files(checkpoint.vocabulary)
-    files["config.json"] = writer.make_options(checkpoint.config, dtype) | ids
+    files["config.json"] = options = writer.make_options(checkpoint.config, dtype) | ids
+    for part in _PARTS:
+        if part in options:
+            options[part] = options[part] | ids
     files["generation_config.json"] = ids | checkpoint.generation_config.written()
     for name, content in files.items():
         is_text = not isinstance(content, bytes)

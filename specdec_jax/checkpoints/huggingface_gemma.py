@@ -1,4 +1,7 @@
-"""Hugging Face's Gemma 2 and 3, T5Gemma 1 and 2: config.json and names of tensors; read only."""
+"""Hugging Face's Gemma 2 and 3, T5Gemma 1 and 2: config.json and names of tensors.
+
+T5Gemma 2 is read only: a folder of its class has weights that read images, which are left out here.
+"""
 
 import re
 from typing import Any, NamedTuple
@@ -8,7 +11,7 @@ from specdec_jax.checkpoints.stored_tensor import Parameters, is_same_tensor
 from specdec_jax.files.places import AnyPath
 from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.models.config_validation import build
-from specdec_jax.models.gemma import GemmaConfig, T5GemmaConfig
+from specdec_jax.models.gemma import GemmaConfig, T5GemmaConfig, shorten_windows
 from specdec_jax.models.parameters import parameter_shapes
 
 ARCHITECTURES = {
@@ -191,10 +194,7 @@ def _read_windows(path: AnyPath, options: dict, kind: _Kind, layers: Any) -> tup
         raise mismatch_error(f"{path}: layer_types", quote_value(kinds), expected)
     if _SLIDING in kinds and (type(window) is not int or window < 1):
         raise mismatch_error(f"{path}: sliding_window", quote_value(window), "at least 1")
-    windows = [window if kind == _SLIDING else 0 for kind in kinds]
-    count = len(windows)
-    repeats = (n for n in range(1, count) if windows[n:] == windows[:-n])
-    return tuple(windows[: next(repeats, count)])
+    return shorten_windows([window if kind == _SLIDING else 0 for kind in kinds])
 
 
 _HEADS = "lm_head.weight", "lm_head.out_proj.weight"
@@ -282,6 +282,76 @@ def _rename_tensors(folder: AnyPath, config: GemmaConfig, given: Parameters) -> 
                 f"{folder}: {_HEADS[not config.decoder_only]}", "another", expected
             )
     return renamed | tensors
+
+
+def rename_parameters(parameters: Parameters) -> Parameters:
+    """Returns our parameters as Hugging Face's tensors, by their names."""
+    decoder_only = not any(name.startswith("encoder/") for name in parameters)
+    renamed = {}
+    for name, tensor in parameters.items():
+        theirs = tensor_name(name, decoder_only)
+        theirs = theirs if theirs in _HEADS else f"model.{theirs}"
+        renamed[theirs] = tensor.transposed() if name.endswith("/kernel") else tensor
+    return renamed
+
+
+def make_options(config: GemmaConfig, dtype: str) -> dict[str, Any]:
+    """Returns the contents of a config.json for `config`: the inverse of what `open_model` reads.
+
+    Raises:
+      ValueError: Hugging Face has no such model.
+    """
+    tied = {"tie_word_embeddings": config.logits_via_embedding}
+    shared = tied | {"torch_dtype": dtype}
+    if not isinstance(config, T5GemmaConfig):
+        kind = "gemma3_text" if config.qk_norm else "gemma2"
+        names = {"model_type": kind, "architectures": [ARCHITECTURES[kind][0]]}
+        return names | shared | _make_stack(config, config.num_decoder_layers)
+    if config.merged_attention:
+        expected = "'specdec': a folder of Hugging Face's has weights that read images too"
+        raise mismatch_error("format", "'huggingface' for a T5Gemma 2", expected)
+    own = {name: getattr(config, f"encoder_{name}") for name in _OWN}
+    encoder = _make_stack(config.replace(**own), config.num_encoder_layers)
+    decoder = _make_stack(config, config.num_decoder_layers)
+    sizes = {"is_decoder": True, "cross_attention_hidden_size": config.encoder_emb_dim}
+    return {
+        "model_type": "t5gemma",
+        "architectures": list(ARCHITECTURES["t5gemma"]),
+        "is_encoder_decoder": True,
+        "encoder": {"model_type": "t5_gemma_module", "is_decoder": False} | tied | encoder,
+        "decoder": {"model_type": "t5_gemma_module"} | sizes | tied | decoder,
+        "vocab_size": config.vocab_size,
+        "dropout_rate": config.dropout_rate,
+        **shared,
+    }
+
+
+def _make_stack(config: GemmaConfig, layers: int) -> dict[str, Any]:
+    """Returns the options that describe a stack of so many layers."""
+    names = [name for name, known in _ACTIVATIONS.items() if known == config.mlp_activation]
+    windows = [config.windows[i % len(config.windows)] for i in range(layers)]
+    sizes = sorted({*windows} - {0})
+    if not names or len(sizes) > 1:
+        got = f"activation {config.mlp_activation!r} and windows {config.windows}"
+        expected = f"one of {', '.join(_ACTIVATIONS.values())} and windows of one size"
+        raise mismatch_error("format", f"'huggingface' for {got}", expected)
+    factor = config.rotary_factor
+    scaling = {"rope_type": "default"} if factor == 1 else {"rope_type": "linear", "factor": factor}
+    rope: dict[str, Any] = scaling | {"rope_theta": config.rotary_base}
+    if config.qk_norm:
+        local = {"rope_type": "default", "rope_theta": config.local_rotary_base}
+        rope = {_FULL: rope, _SLIDING: local}
+    return {
+        **{theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()},
+        "num_hidden_layers": layers,
+        "hidden_activation": names[0],
+        "layer_types": [_SLIDING if window else _FULL for window in windows],
+        "sliding_window": sizes[0] if sizes else 4096,
+        "rope_parameters": rope,
+        "attn_logit_softcapping": config.attention_cap,
+        "final_logit_softcapping": config.logits_cap,
+        **_FIXED,
+    }
 
 
 def list_notes(folder: AnyPath, tensors: Parameters) -> tuple[str, ...]:

@@ -5,7 +5,8 @@ import math
 from typing import ClassVar
 
 from specdec_jax.backends.backend import Backend
-from specdec_jax.models.blocks import BlockOptions, EncoderDecoder
+from specdec_jax.models.block_options import BlockOptions
+from specdec_jax.models.blocks import EncoderDecoder
 from specdec_jax.models.config_validation import FieldError, check_fields
 from specdec_jax.models.family import PositionTableConfig, list_shapes
 

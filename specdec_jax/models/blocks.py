@@ -1,22 +1,20 @@
 """Encoder and decoder of every family, whose `BlockOptions` state what they are made of.
 
-From small to large: feed-forward block, attention, layers, stacks, and the two networks,
-`DecoderOnly` and `EncoderDecoder`. A family's own file has its configuration and fills the options.
+From small to large: feed-forward block, layers, stacks, and the two networks, `DecoderOnly` and
+`EncoderDecoder`. A family's own file has its configuration and fills the options.
 Names of submodules are those of T5X's parameters. What depends on the device is asked of a
 `Backend`. The letters of axes are in `backends/axes.py`.
 """
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from specdec_jax.backends import xla
@@ -41,161 +39,16 @@ from specdec_jax.backends.kv_cache import KVCache, pad
 from specdec_jax.backends.matmul import product
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.backends.tree_positions import AnyNodes
-from specdec_jax.backends.xla import ACTIVATION_FUNCTIONS, AttentionShape, DecoderCall
+from specdec_jax.backends.xla import ACTIVATION_FUNCTIONS, DecoderCall
+from specdec_jax.models.attention import Attention
+from specdec_jax.models.block_options import BlockOptions, LayerKind
 from specdec_jax.models.family import FamilyModule, LogitsAt, ModelConfig, Places
-from specdec_jax.models.layers import NORMS, Dense, Embedder, NoNorm, fan_in_normal
+from specdec_jax.models.layers import Dense
 from specdec_jax.models.relative_bias import (
     RelativePositionBias,
     make_mask_and_biases,
     make_window_mask,
 )
-from specdec_jax.models.rotary import Rotary, rotate
-
-
-class LayerKind(NamedTuple):
-    """How the self-attention of a layer differs from those of others in its stack; static.
-
-    Attributes:
-      window, ahead: as in `AttentionShape`.
-      rotary: the angles by which queries and keys are rotated; None: they are not.
-    """
-
-    window: int | None = None
-    rotary: Rotary | None = None
-    ahead: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockOptions:
-    """What encoder and decoder are made of; static.
-
-    Attributes:
-      emb_dim, num_heads, head_dim, mlp_dim, vocab_size: D, H, K, the MLP's width, V.
-      num_kv_heads: as in `AttentionShape`.
-      num_encoder_layers, num_decoder_layers: numbers of layers; without an encoder 0.
-      activations: one activation, or two for a gated feed-forward block.
-      norm: a name in `NORMS`.
-      norm_place: where it is: "pre", before each block; "post", after it has been added; or "both",
-        before each block and after it, before it is added.
-      final_norm: whether there is one at the end of a stack.
-      embedding_norm: whether there is one after the embeddings and positions.
-      use_bias: whether products have a bias, but for the head.
-      self_attention: name of the decoder's self-attention.
-      joint_attention: whether its queries, keys and values have one weight in checkpoints too.
-      encoder_attention: name of the encoder's.
-      joins_attention: whether a backend may join the weights of queries, keys and values.
-      layer_kinds: what differs between layers, in turn: after the last, the first again.
-      qk_norm: whether queries and keys of each head have a norm of their own.
-      merged_attention: whether the decoder's self-attention attends to the encoder's output too, by
-        one softmax and with the same weights, in place of cross-attention.
-      apart_id: as `apart` in `layers.Embedder`.
-      attention_cap, logits_cap: c of scores and of logits c·tanh(x / c); None: as they are.
-      cross_attention: whether the decoder attends to an encoder's output.
-      relative_buckets: number of buckets and greatest distance of T5's relative bias; None: none.
-      relative_bias_per_layer: whether every layer has a table of that bias, or a stack one.
-      num_positions: number of rows of tables of positions, which each stack adds to its embeddings;
-        None: none.
-      query_divisor: number by which queries are divided.
-      embedding_deviation: standard deviation of embeddings at first.
-      embedding_scale: number by which embeddings of tokens are multiplied.
-      tied_head: whether the head is the transposed embedding.
-      logits_bias: whether a bias is added to the logits.
-      scales_outputs: whether the decoder's output is multiplied by 1/√D before the head.
-      dropout_rate: rate in training, of embeddings and of what each block adds.
-      inner_dropout: whether it is also that of hidden features and of a stack's output.
-      dtype, matmul_dtype, separate_embeddings: as in `T5Config`.
-    """
-
-    emb_dim: int
-    num_heads: int
-    head_dim: int
-    mlp_dim: int
-    vocab_size: int
-    num_encoder_layers: int
-    num_decoder_layers: int
-    activations: tuple[str, ...]
-    norm: str
-    use_bias: bool
-    self_attention: str
-    joint_attention: bool
-    cross_attention: bool
-    relative_buckets: tuple[int, int] | None
-    relative_bias_per_layer: bool
-    num_positions: int | None
-    query_divisor: float
-    embedding_deviation: float
-    tied_head: bool
-    scales_outputs: bool
-    dropout_rate: float
-    inner_dropout: bool
-    dtype: str
-    matmul_dtype: str | None
-    separate_embeddings: bool = False
-    norm_place: str = "pre"
-    final_norm: bool = True
-    embedding_norm: bool = False
-    embedding_scale: float = 1.0
-    logits_bias: bool = False
-    num_kv_heads: int | None = None
-    encoder_attention: str = "attention"
-    joins_attention: bool = True
-    layer_kinds: tuple[LayerKind, ...] = (LayerKind(),)
-    attention_cap: float | None = None
-    logits_cap: float | None = None
-    qk_norm: bool = False
-    merged_attention: bool = False
-    apart_id: int | None = None
-
-    @property
-    def attention_shape(self) -> AttentionShape:
-        """The shape of every attention, without a window."""
-        shape = self.num_heads, self.head_dim, jnp.dtype(self.dtype), self.query_divisor
-        return AttentionShape(*shape, self.num_kv_heads, self.attention_cap)
-
-    def find_kind(self, layer: int) -> LayerKind:
-        """Returns what is a layer's own."""
-        return self.layer_kinds[layer % len(self.layer_kinds)]
-
-    def make_norm(self, packed: bool = False, name: str | None = None) -> nn.Module:
-        """Makes a norm; `packed` as for `layers.RMSNorm`."""
-        return NORMS[self.norm](jnp.dtype(self.dtype), packed, name=name)
-
-    def split_norm(self, norm: nn.Module) -> tuple[Any, Any]:
-        """Returns what stands before a block and after it: the block's norm, and nothing."""
-        return (NoNorm(), norm) if self.norm_place == "post" else (norm, NoNorm())
-
-    def make_output_norm(self, name: str | None = None) -> nn.Module | None:
-        """Makes the norm of what a block adds; None where there is none."""
-        return self.make_norm(name=name) if self.norm_place == "both" else None
-
-    def packs_norms(self, backend: Backend) -> bool:
-        """Returns whether a block's norm runs by itself as a CPU's kernel, not before a product."""
-        return backend.packs_weights and self.norm_place == "post"
-
-    def name_norm(self, block: str) -> str:
-        """Returns the name of a block's norm."""
-        return f"{'post' if self.norm_place == 'post' else 'pre'}_{block}_layer_norm"
-
-    def make_dense(self, features: int, **options: Any) -> Dense:
-        """Makes a linear map of a block."""
-        shared = dict(matmul_dtype=self.matmul_dtype, use_bias=self.use_bias)
-        return Dense(features, jnp.dtype(self.dtype), **shared, **options)
-
-    def make_embedder(self, packed: bool) -> Embedder:
-        """Makes a table of embeddings of tokens."""
-        shape = self.vocab_size, self.emb_dim, self.embedding_deviation
-        return Embedder(*shape, self.dtype, packed, self.embedding_scale, self.apart_id)
-
-    def make_position_table(self, packed: bool, name: str | None = None) -> Embedder:
-        """Makes a table of positions."""
-        assert self.num_positions is not None
-        shape = self.num_positions, self.emb_dim, self.embedding_deviation
-        return Embedder(*shape, self.dtype, packed, name=name)
-
-    def make_relative_bias(self, bidirectional: bool, **name: str) -> RelativePositionBias:
-        """Makes a table of T5's relative position bias."""
-        assert self.relative_buckets is not None
-        return RelativePositionBias(self.num_heads, *self.relative_buckets, bidirectional, **name)
 
 
 class MLP(nn.Module):
@@ -216,11 +69,13 @@ class MLP(nn.Module):
         """Returns `x + dropout(block(norm(x)))`."""
         options, names = self.options, self.options.activations
         count, dense = len(names), options.make_dense
-        joint = "wi" if count == 1 else "wi_fused"
-        if self.backend.packs_weights:
+        joint, packed = "wi" if count == 1 else "wi_fused", self.backend.packs_weights
+        output_norm = options.make_output_norm(packed, "output_norm")
+        if packed:
             hidden = dense(count * options.mlp_dim, name=joint).apply_after(norm, x, valid)
             gate = Before("activation" if count == 1 else "gate", activations=names)
-            return dense(x.shape[-1], name="wo").apply_packed(hidden, valid, gate, x)
+            output = dense(x.shape[-1], name="wo")
+            return output.add_to(x, hidden, valid, dropout, output_norm, gate)
         residual, x = x, norm(x)
         if self.backend.joins_weights or count == 1:
             parts = jnp.split(dense(count * options.mlp_dim, name=joint)(x), count, axis=-1)
@@ -230,153 +85,7 @@ class MLP(nn.Module):
         hidden = functools.reduce(operator.mul, activated)
         rate = options.dropout_rate if options.inner_dropout else 0.0
         hidden = nn.Dropout(rate)(hidden, deterministic=deterministic)
-        output_norm = options.make_output_norm("output_norm")
         return dense(x.shape[-1], name="wo").add_to(residual, hidden, valid, dropout, output_norm)
-
-
-class Attention(nn.Module):
-    """Multi-head attention of T queries per row over given keys and values.
-
-    With `joint` the weights of queries, keys and values are one matrix `qkv [D, 3·H·K]`. Every
-    `attend_to_…` returns `x + dropout(attention of norm(x))`. `kind` is that of a self-attention.
-    """
-
-    options: BlockOptions
-    backend: Backend
-    joint: bool
-    kind: LayerKind = LayerKind()
-
-    def setup(self):
-        options, dense = self.options, self.options.make_dense
-        size = options.num_heads * options.head_dim
-        kv_size = self.shape.kv_heads * options.head_dim
-
-        # T5 folds the 1/√K of the scores into the initial query weight.
-        def init_query(*shape: Any) -> jax.Array:
-            return fan_in_normal(*shape) / np.sqrt(options.head_dim)
-
-        self.query = dense(size, kernel_init=init_query)
-        self.key = dense(kv_size, kernel_init=fan_in_normal)
-        self.value = dense(kv_size, kernel_init=fan_in_normal)
-        self.qkv = dense(3 * size)
-        self.out = dense(options.emb_dim, kernel_init=fan_in_normal)
-        if options.norm_place == "both":
-            self.output_norm = options.make_norm()
-        if options.qk_norm:
-            self.query_norm, self.key_norm = options.make_norm(), options.make_norm()
-
-    @property
-    def shape(self) -> AttentionShape:
-        """The shape of the attention."""
-        kind = self.kind
-        return self.options.attention_shape._replace(window=kind.window, ahead=kind.ahead)
-
-    def _project(self, x: AnyStates, rotation: Rotation | None) -> xla.Projected:
-        if self.joint:
-            return (self.qkv(x),)
-        query, key, value = self.query(x), self.key(x), self.value(x)
-        normed = self.options.qk_norm
-        query = self._place(query, self.query_norm if normed else None, rotation)
-        return query, self._place(key, self.key_norm if normed else None, rotation), value
-
-    def _place(self, x: AnyStates, norm: Callable | None, rotation: Rotation | None) -> AnyStates:
-        """Returns queries or keys with each head normalised, and rotated."""
-        if norm is None and rotation is None:
-            return x
-        by_heads = x.reshape(*x.shape[:-1], -1, self.options.head_dim)
-        by_heads = by_heads if norm is None else norm(by_heads)
-        return (by_heads if rotation is None else rotate(by_heads, rotation)).reshape(x.shape)
-
-    def _project_after(
-        self, norm: Callable, x: AnyStates, valid: Valid, rotation: Rotation | None
-    ) -> xla.Projected:
-        """Returns queries, keys and values of `norm(x)`, with packed weights in one kernel."""
-        if self.backend.packs_weights:
-            return (self.qkv.apply_after(norm, x, valid),)
-        return self._project(norm(x), rotation)
-
-    def _add(
-        self, x: AnyStates, attended: Float[Array, "..."], valid: Valid, dropout: Callable
-    ) -> AnyStates:
-        norm = self.output_norm if self.options.norm_place == "both" else None
-        return self.out.add_to(x, attended, valid, dropout, norm)
-
-    def attend_to_cache(
-        self,
-        x: AnyStates,
-        norm: Callable,
-        cache: KVCache,
-        call: DecoderCall,
-        bias: Bias,
-        dropout: Callable,
-    ) -> tuple[AnyStates, KVCache]:
-        """Attends to earlier tokens and the call's own; also returns the cache with these.
-
-        Args:
-          x: states of T tokens for each of B rows, `[B, T, D]`, or for XLA `[B·T, D]`.
-          norm: the norm before the block.
-          cache: keys and values of earlier tokens.
-          call: where the T tokens lie.
-          bias: added to the scores; with the CPU's kernels that of all query positions `[S, H, S]`,
-            for nodes of the last of P positions `[H, P]`.
-          dropout: dropout.
-        """
-        qkv = self._project_after(norm, x, call.valid, call.rotation)
-        attended, cache = self.backend.attend_to_cache(qkv, cache, call, bias, self.shape)
-        return self._add(x, attended, call.valid, dropout), cache
-
-    def attend_to_sequence(
-        self,
-        x: States,
-        norm: Callable,
-        mask: Bool[Array, "1 1 T T"],
-        bias: Bias,
-        dropout: Callable,
-        rotation: Rotation | None = None,
-        more: tuple[KVCache, Mask] | None = None,
-    ) -> States:
-        """Attends within whole sequences, without a cache, and to `more` as in `DecoderCall`."""
-        qkv = self._project(norm(x), rotation)
-        attended = xla.attend_to_sequence(qkv, mask, bias, self.shape, more)
-        return self._add(x, attended, None, dropout)
-
-    def project_key_value(self, x: Encoded, valid: Mask | None, backend: Backend) -> KVCache:
-        """Returns the keys and values of an encoder's output, in the layout of a backend."""
-        key = self._place(self.key(x, valid), self.key_norm if self.options.qk_norm else None, None)
-        return backend.cross_cache(key, self.value(x, valid), self.shape)
-
-    def attend_to_encoded(
-        self,
-        x: AnyStates,
-        norm: Callable,
-        cross: KVCache,
-        mask: Mask,
-        valid: Valid,
-        dropout: Callable,
-        backend: Backend,
-    ) -> AnyStates:
-        """Attends to the encoder's output; `mask` is True at tokens, which come first in a row.
-
-        `backend` made `cross`.
-        """
-        packed = self.backend.packs_weights
-        query = self.query.apply_after(norm, x, valid) if packed else self.query(norm(x))
-        attended = backend.attend_to_encoded(query, cross, mask, valid, self.shape)
-        return self._add(x, attended, valid, dropout)
-
-    def attend_to_inputs(
-        self,
-        x: Encoded,
-        norm: Callable,
-        mask: Mask,
-        bias: Float[Array, "H Z"] | None,
-        dropout: Callable,
-        rotation: Rotation | None = None,
-    ) -> Encoded:
-        """Attends to all tokens of an encoder's inputs; `mask` as above."""
-        qkv = self._project_after(norm, x, mask, rotation)
-        attended = self.backend.attend_to_inputs(qkv, mask, bias, self.shape)
-        return self._add(x, attended, mask, dropout)
 
 
 class EncoderLayer(nn.Module):
@@ -396,7 +105,9 @@ class EncoderLayer(nn.Module):
         joint = options.joins_attention and self.backend.joins_weights
         packed, rotation = options.packs_norms(self.backend), None
         if (rotary := self.kind.rotary) is not None:
-            rotation = rotary.rotation(jnp.arange(length), options.head_dim, options.dtype)
+            places, backend = jnp.arange(length), self.backend
+            how = options.head_dim, options.dtype, backend.packs_weights
+            rotation = rotary.rotation(places, *how)
         name = options.encoder_attention
         attention = Attention(options, self.backend, joint, self.kind, name=name)
         norm = options.make_norm(packed, name=options.name_norm("attention"))
@@ -707,11 +418,12 @@ class Decoder(nn.Module):
         calls = {}
         for kind in self.options.layer_kinds:
             mask, rotation = call.mask, call.rotation
-            if kind.window is not None:
+            if kind.window is not None and mask is not None:
                 mask &= make_window_mask(places, call.nodes, slots, kind.window)
             if kind.rotary is not None:
                 options, flat = self.options, places.reshape(-1)
-                rotation = kind.rotary.rotation(flat, options.head_dim, options.dtype)
+                how = options.head_dim, options.dtype, self.backend.packs_weights
+                rotation = kind.rotary.rotation(flat, *how)
             calls[kind] = call._replace(mask=mask, rotation=rotation)
         return calls
 
@@ -744,20 +456,20 @@ class Decoder(nn.Module):
 
     def logits(self, x: States, embedding: Float[Array, "rows D"], valid: Valid = None) -> Logits:
         """Applies the head: returns the logits of normalised states `x`."""
-        x, bias = self._scale(x), self._logits_bias()
+        x, bias, cap = self._scale(x), self._logits_bias(), self.options.logits_cap
         if self.options.tied_head:
             logits = product(x, embedding.astype(x.dtype), ((2,), (1,)))
         elif self.backend.packs_weights:
-            logits, bias = self.logits_dense.apply_packed(x, valid, bias=bias), None
+            return self.logits_dense.apply_packed(x, valid, bias=bias, cap=cap)
         else:
             logits = self.logits_dense(x, valid)
         logits = logits if bias is None else logits + bias.astype(logits.dtype)
-        return xla.apply_cap(logits, self.options.logits_cap)
+        return xla.apply_cap(logits, cap)
 
     def greedy_token_and_logprob(self, x: States, valid: Valid, normalize: bool) -> TokenAndLogprob:
         """Does what `Network.greedy_token_and_logprob` does, for normalised states `x`."""
-        head, bias = self.logits_dense, self._logits_bias()
-        return head.greedy_token_and_logprob(self._scale(x), valid, normalize, bias)
+        head, how = self.logits_dense, (self._logits_bias(), self.options.logits_cap)
+        return head.greedy_token_and_logprob(self._scale(x), valid, normalize, *how)
 
     def _logits_bias(self) -> Float[Array, " V"] | None:
         """Returns the bias of the logits, or of those of a shortlist; None without one."""

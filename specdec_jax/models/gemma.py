@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
 
 from specdec_jax.backends.backend import Backend
-from specdec_jax.models.blocks import BlockOptions, DecoderOnly, EncoderDecoder, LayerKind
+from specdec_jax.models.block_options import BlockOptions, LayerKind
+from specdec_jax.models.blocks import DecoderOnly, EncoderDecoder
 from specdec_jax.models.config_validation import FieldError, check_fields
 from specdec_jax.models.family import ModelConfig, list_shapes
 from specdec_jax.models.rotary import Rotary
@@ -15,8 +17,7 @@ from specdec_jax.models.rotary import Rotary
 class GemmaConfig(ModelConfig):
     """The shape of a Gemma: rotary positions, heads that share keys, caps, sliding windows.
 
-    Each block has a norm before it and another after it, and the feed-forward block is gated. On a
-    CPU attention is XLA's: the package's own kernels compute the products alone.
+    Each block has a norm before it and another after it, and the feed-forward block is gated.
 
     Attributes:
       vocab_size: rows of the embedding and width V of the logits.
@@ -30,7 +31,8 @@ class GemmaConfig(ModelConfig):
       query_scalar: scores are divided by its root.
       attention_cap, logits_cap: c of scores and of logits c·tanh(x / c); None: as they are.
       rotary_base, rotary_factor: of the rotary positions, as in `Rotary`.
-      local_rotary_base: θ of layers with a window, without a factor; None: `rotary_base`.
+      local_rotary_base: θ of layers with a window, without a factor; None: they have what the
+        others have.
       qk_norm: whether queries and keys of each head have a norm of their own (Gemma 3).
       mlp_activation: activation of the feed-forward block; "gelu" is the tanh approximation.
       logits_via_embedding: whether the head is the transposed embedding.
@@ -68,7 +70,7 @@ class GemmaConfig(ModelConfig):
         _check_heads(self)
 
     def module(self, backend: Backend = Backend()) -> DecoderOnly:
-        return DecoderOnly(self, _without_kernels(backend))
+        return DecoderOnly(self, backend)
 
     def block_options(self) -> BlockOptions:
         """Returns what the decoder is made of."""
@@ -102,14 +104,17 @@ class GemmaConfig(ModelConfig):
         )
 
     def _list_kinds(self, windows: tuple[int, ...]) -> tuple[LayerKind, ...]:
-        local = Rotary(self.local_rotary_base or self.rotary_base)
         whole = Rotary(self.rotary_base, self.rotary_factor)
+        local = whole if self.local_rotary_base is None else Rotary(self.local_rotary_base)
         return tuple(
             LayerKind(window, local) if window else LayerKind(None, whole) for window in windows
         )
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return list_shapes(self)
+
+    def explicit(self) -> Self:
+        return self.replace(windows=_repeat_windows(self.windows, self.num_decoder_layers))
 
     @classmethod
     def presets(cls) -> dict[str, "GemmaConfig"]:
@@ -163,7 +168,7 @@ class T5GemmaConfig(GemmaConfig):
         return self.encoder_emb_dim
 
     def module(self, backend: Backend = Backend()) -> EncoderDecoder:
-        return EncoderDecoder(self, _without_kernels(backend))
+        return EncoderDecoder(self, backend)
 
     def block_options(self) -> BlockOptions:
         """Returns what the decoder is made of."""
@@ -186,6 +191,10 @@ class T5GemmaConfig(GemmaConfig):
             embedding_scale=math.sqrt(self.encoder_emb_dim),
         )
 
+    def explicit(self) -> Self:
+        windows = _repeat_windows(self.encoder_windows, self.num_encoder_layers)
+        return super().explicit().replace(encoder_windows=windows)
+
     def _reach_ahead(self, kind: LayerKind) -> LayerKind:
         """Returns a layer's kind with the window of an encoder."""
         if kind.window is None:
@@ -199,6 +208,18 @@ class T5GemmaConfig(GemmaConfig):
         return T5GEMMA_PRESETS
 
 
+def shorten_windows(windows: Sequence[int]) -> tuple[int, ...]:
+    """Returns as few of the windows of all layers as say them: after the last, the first again."""
+    count, windows = len(windows), list(windows)
+    repeats = (n for n in range(1, count) if windows[n:] == windows[:-n])
+    return tuple(windows[: next(repeats, count)])
+
+
+def _repeat_windows(windows: tuple[int, ...], layers: int) -> tuple[int, ...]:
+    """Returns the shortest windows that say what these say of so many layers."""
+    return shorten_windows([windows[i % len(windows)] for i in range(layers)])
+
+
 def _check_heads(config: GemmaConfig, stack: str = "") -> None:
     """Raises FieldError unless heads of keys can be shared, and a head's features be rotated."""
     shared, heads = (getattr(config, f"{stack}num_{kind}heads") for kind in ("kv_", ""))
@@ -207,11 +228,6 @@ def _check_heads(config: GemmaConfig, stack: str = "") -> None:
         raise FieldError(config, f"{stack}num_kv_heads", f"got {shared}, expected {expected}")
     if config.head_dim % 2:
         raise FieldError(config, "head_dim", f"got {config.head_dim}, expected an even number")
-
-
-def _without_kernels(backend: Backend) -> Backend:
-    """Returns a backend whose attention is XLA's, in place of one for a CPU's own kernels."""
-    return Backend(joins_weights=True) if backend.packs_weights else backend
 
 
 # D, H, heads of keys, K, layers, the MLP's width.

@@ -109,6 +109,7 @@ class Dense(nn.Module):
         residual: Float[Array, "*N F"] | None = None,
         clear: bool = True,
         bias: Float[Array, " F"] | None = None,
+        cap: float | None = None,
     ) -> Float[Array, "*N F"]:
         """Applies the map with a packed weight to `before(x)`, and adds `residual`.
 
@@ -116,7 +117,7 @@ class Dense(nn.Module):
         """
         bias = self.get_variable("params", "bias") if self.use_bias else bias
         dtype = self.output_dtype or self.dtype
-        return self._weight().product(x, dtype, valid, before, bias, residual, clear)
+        return self._weight().product(x, dtype, valid, before, bias, residual, clear, cap)
 
     def apply_after(self, norm: Callable, x: AnyStates, valid: Valid) -> Float[Array, "*N F"]:
         """Applies a norm and the map with a packed weight; rows that are not valid may be anything.
@@ -132,13 +133,17 @@ class Dense(nn.Module):
         valid: Valid,
         dropout: Callable,
         norm: Callable | None = None,
+        before: Before = Before("nothing"),
     ) -> Float[Array, "*N F"]:
         """Returns `residual` + the map of `x`, through dropout unless weights are packed.
 
-        With a `norm` the map's result is normalised first.
+        With a `norm` the map's result is normalised first. `before` is what a packed weight
+        computes of `x`.
         """
-        if norm is None and isinstance(self._weight(), PackedWeight):
-            return self.apply_packed(x, valid, residual=residual)
+        if isinstance(self._weight(), PackedWeight):
+            if norm is None:
+                return self.apply_packed(x, valid, before, residual)
+            return residual + norm(self.apply_packed(x, valid, before, clear=False), valid)
         width = -1 if residual.size else math.prod(x.shape[residual.ndim - 1 :])  # no −1 of 0
         y = self(x.reshape(*residual.shape[:-1], width), valid)
         return residual + dropout(y if norm is None else norm(y))
@@ -149,9 +154,10 @@ class Dense(nn.Module):
         valid: Bool[Array, "*N"] | None,
         normalize: bool,
         bias: Float[Array, " F"] | None = None,
+        cap: float | None = None,
     ) -> tuple[Int32[Array, "*N"], Float32[Array, "*N"]]:
         """Does what `PackedWeight.greedy_token_and_logprob` does."""
-        return self._weight().greedy_token_and_logprob(x, valid, normalize, bias)
+        return self._weight().greedy_token_and_logprob(x, valid, normalize, bias, cap)
 
 
 def apply_weight(

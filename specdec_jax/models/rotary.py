@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from specdec_jax.backends.axes import Rotation
+from specdec_jax.backends.cpu import packed_weights
 
 
 class Rotary(NamedTuple):
@@ -24,10 +25,18 @@ class Rotary(NamedTuple):
     base: float = 10_000.0
     factor: float = 1.0
 
-    def rotation(self, positions: Int[Array, "*N"], features: int, dtype: DTypeLike) -> Rotation:
-        """Returns the cosines and sines for heads of `features` features at these positions."""
+    def rotation(
+        self, positions: Int[Array, "*N"], features: int, dtype: DTypeLike, packed: bool = False
+    ) -> Rotation:
+        """Returns the cosines and sines for heads of `features` features at these positions.
+
+        `packed`: whether a CPU's own kernel computes them, of which each has the same bits in
+        every call.
+        """
         exponents = np.arange(0, features, 2, dtype=np.float32) / np.float32(features)
         steps = 1 / np.power(np.float32(self.base), exponents) / np.float32(self.factor)
+        if packed:
+            return packed_weights.compute_angles(positions, steps)
         angles = positions[..., None].astype(jnp.float32) * steps
         return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
 

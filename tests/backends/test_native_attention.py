@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import kernel_inputs
 import numpy as np
@@ -10,6 +11,7 @@ import tiers
 from kernel_inputs import UNIT, normal, same
 
 from specdec_jax.backends.cpu import native, packed_weights
+from specdec_jax.backends.cpu.packed_weights import Scoring
 from specdec_jax.backends.tree_positions import Nodes
 
 pytestmark = [
@@ -280,6 +282,163 @@ def test_no_rows():
     assert packed_weights.attend_to_inputs(
         jnp.zeros((0, 6, 48)), jnp.zeros((2, 11)), none
     ).shape == (0, 6, 16)
+
+
+# Heads that share keys, caps, windows, further keys: as in Gemma.
+
+OWN = dict(cap=np.float32(1.5), window=4)
+
+
+def capped(x):
+    return OWN["cap"] * np.tanh(x / np.float64(OWN["cap"]))
+
+
+def attended_capped(query, keys, values):
+    """As `attended`, of capped scores."""
+    weights = np.exp(capped(keys.astype(np.float64) @ query))
+    return weights @ values / weights.sum()
+
+
+class Shared:
+    """Inputs of attention in which four heads of queries share two of keys and values."""
+
+    B, T, H, G, S, K, L = 2, 3, 4, 2, 40, 20, 7
+
+    def __init__(self):
+        self.qkv = normal(self.B, self.T, self.H + 2 * self.G, self.K)
+        shape = self.B, self.G, self.S, self.K
+        self.keys, self.values = normal(*shape, seed=4), normal(*shape, seed=5)
+        self.more = [normal(self.B, self.G, self.L, self.K, seed=seed) for seed in (6, 7)]
+        self.lengths = np.array([self.L, 2], np.int32)
+        self.divisor = np.float32(3)
+
+    def run(self, where, rows=slice(None), queries=slice(None), more=True):
+        qkv = self.qkv[rows][:, queries].reshape(len(self.qkv[rows]), -1, 8 * self.K)
+        arrays = [jnp.array(x) for x in (qkv, self.keys[rows], self.values[rows])]
+        given = [jnp.asarray(x[rows]) for x in (*self.more, self.lengths)]
+        scoring = Scoring(self.divisor, **OWN, more=tuple(given) if more else None)
+        found = packed_weights.attend_to_cache(*arrays, None, where, scoring)
+        return tuple(map(np.asarray, found))
+
+    def expected(self, written, seen, more=True):
+        """`written [B, T]`: the slots of the queries; `seen[b][t]`: those to which one attends."""
+        keys, values = self.keys.copy(), self.values.copy()
+        out = np.zeros((self.B, self.T, self.H, self.K))
+        for b in range(self.B):
+            new = self.qkv[b].swapaxes(0, 1)
+            keys[b, :, written[b]] = new[4:6].swapaxes(0, 1)
+            values[b, :, written[b]] = new[6:].swapaxes(0, 1)
+        for b, t, h in np.ndindex(self.B, self.T, self.H):
+            g, n = h // 2, self.lengths[b] if more else 0
+            query = self.qkv[b, t, h].astype(np.float64) / self.divisor
+            found = [
+                np.concatenate([own[b, g, seen[b][t]], other[b, g, :n]])
+                for own, other in zip((keys, values), self.more)
+            ]
+            out[b, t, h] = attended_capped(query, *found)
+        return out.reshape(self.B, self.T, -1), keys, values
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_shared_heads_and_windows_over_a_cache(more):
+    """A query's bits depend neither on the call and other rows, nor on slots it does not see."""
+    case, positions = Shared(), np.array([0, 11], np.int32)
+    written = positions[:, None] + np.arange(case.T)
+    (out, *caches), seen = case.run(jnp.asarray(positions), more=more), written[..., None]
+    seen = [[np.arange(max(at - 3, 0), at + 1) for at in row] for row in written]
+    expected = case.expected(written, seen, more)
+    close(out, expected[0])
+    for got, wanted in zip(caches, expected[1:]):
+        same(got, wanted)
+    for b in range(case.B):
+        one = Shared()
+        one.keys[b, :, : max(positions[b] - 3, 0)] = np.nan
+        one.more[0][b, :, case.lengths[b] :] = one.more[1][b, :, case.lengths[b] :] = np.nan
+        for t in range(case.T):
+            where = jnp.asarray(positions[[b]] + t)
+            found, one.keys[[b]], one.values[[b]] = one.run(where, [b], [t], more)
+            same(found[0, 0], out[b, t])
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_shared_heads_and_windows_of_nodes(more):
+    case, rng = Shared(), np.random.default_rng(0)
+    starts, positions = np.array([20, 31], np.int32), np.array([[2, 8, 9], [0, 5, 5]], np.int32)
+    paths = np.stack([[rng.permutation(12) for _ in range(3)] for _ in range(2)]).astype(np.int32)
+    written = (starts[:, None] + np.arange(3)).astype(np.int32)
+    np.put_along_axis(paths, positions[..., None], written[..., None], axis=2)
+    nodes = Nodes(*(jnp.asarray(x) for x in (starts, positions, paths)))
+    out, *caches = case.run(nodes, more=more)
+    seen = [[paths[b, t, : positions[b, t] + 1][-4:] for t in range(3)] for b in range(2)]
+    expected = case.expected(written, seen, more)
+    close(out, expected[0])
+    for got, wanted in zip(caches, expected[1:]):
+        same(got, wanted)
+    first = Nodes(nodes.starts, nodes.positions[:, :1], nodes.paths[:, :1])
+    same(case.run(first, queries=slice(0, 1), more=more)[0][:, 0], out[:, 0])
+
+
+def test_shared_heads_over_an_encoders_output():
+    case = Shared()
+    query = case.qkv[:, :, :4].reshape(2, 3, -1)
+    given = [jnp.asarray(x) for x in (query, *case.more, case.lengths)]
+    scoring = Scoring(case.divisor, OWN["cap"])
+    found = np.asarray(packed_weights.attend_to_encoded(*given, scoring=scoring))
+    for b, t, h in np.ndindex(2, 3, 4):
+        keys, values = (part[b, h // 2, : case.lengths[b]] for part in case.more)
+        one = query[b, t].reshape(4, -1)[h].astype(np.float64) / case.divisor
+        close(found[b, t].reshape(4, -1)[h], attended_capped(one, keys, values))
+
+
+@tiers.parametrize("L, window, ahead", [(21, 4, 2), (21, 1, 0), (300, 90, 40)], first=2)
+def test_shared_heads_and_windows_of_an_encoder(L, window, ahead):
+    H, G, K, lengths = 4, 2, 20, np.array([L, 13, 1], np.int32)
+    qkv, scoring = normal(3, L, H + 2 * G, K), Scoring(np.float32(3), OWN["cap"], window, ahead)
+
+    def run(qkv, lengths):
+        given = jnp.asarray(qkv.reshape(*qkv.shape[:2], -1)), jnp.zeros((H, 0))
+        return np.asarray(packed_weights.attend_to_inputs(*given, jnp.asarray(lengths), scoring, K))
+
+    whole, expected = run(qkv, lengths), np.zeros((3, L, H, K))
+    for b, t, h in np.ndindex(3, L, H):
+        if t < lengths[b]:
+            seen = slice(max(t - window + 1, 0), min(t + ahead + 1, lengths[b]))
+            keys, values = (qkv[b, seen, start + h // 2] for start in (H, H + G))
+            expected[b, t, h] = attended_capped(qkv[b, t, h].astype(np.float64) / 3, keys, values)
+    close(whole, expected.reshape(whole.shape))
+    for b, n in enumerate(lengths):
+        same(run(qkv[[b], : n + 1], lengths[[b]])[0, :n], whole[b, :n])
+
+
+@pytest.mark.parametrize("K", [8, 20, 64])
+def test_heads_side_by_side(K):
+    """Normalised and rotated beside float64; a row's bits are its own."""
+    N, H, G = 5, 3, 1
+    parts = normal(2, N, H * K), normal(2, N, G * K, seed=1), normal(2, N, G * K, seed=2)
+    scales, steps = normal(2, K, seed=3), 1 / 10_000 ** (np.arange(K // 2, dtype=np.float32) / K)
+    positions = np.array([0, 3, 900, 7, 41], np.int32)
+    norms = [packed_weights.Before("rms", jnp.asarray(scale)) for scale in scales]
+
+    @jax.jit
+    def run(parts, positions, valid=None):
+        rotation = packed_weights.compute_angles(positions, steps.astype(np.float32))
+        return packed_weights.join_heads(*parts, K, norms, rotation, valid)
+
+    found = np.asarray(run(parts, positions))
+    for at, (part, scale) in enumerate(zip(parts[:2], scales)):
+        heads = part.reshape(2, N, -1, K).astype(np.float64)
+        heads = heads / np.sqrt((heads**2).mean(-1, keepdims=True) + 1e-6) * scale
+        angles = (positions[:, None].astype(np.float32) * steps.astype(np.float32)).astype(float)
+        turned = (heads[..., : K // 2] + 1j * heads[..., K // 2 :]) * np.exp(1j * angles)[:, None]
+        expected = np.concatenate([turned.real, turned.imag], axis=-1).reshape(part.shape)
+        start = at * H * K
+        close(found[..., start : start + part.shape[-1]], expected)
+    same(found[..., -G * K :], parts[2])
+    for n in range(N):
+        alone = run([part[:1, n : n + 1] for part in parts], positions[n : n + 1])
+        same(np.asarray(alone)[0, 0], found[0, n])
+    plain = packed_weights.join_heads(*parts, K)
+    same(np.asarray(plain), np.concatenate(parts, axis=-1))
 
 
 # Nodes of trees.

@@ -414,6 +414,25 @@ def test_greedy_tokens(K, F, kind):
     assert run(x[:0])[0].shape == (0,)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_caps(kind):
+    """The cap of a product and that of a head are the same numbers."""
+    stored, values, scales = weight(kind, 64, 50)
+    x, added, cap = jnp.asarray(normal(9, 64)), normal(50, seed=31), np.float32(5)
+    rows, bias = normal(9, 50, seed=32), jnp.asarray(added)
+    plain = np.asarray(stored.product(x, jnp.float32, bias=bias))
+    found = np.asarray(stored.product(x, jnp.float32, bias=bias, cap=cap))
+    np.testing.assert_allclose(found, cap * np.tanh(plain.astype(np.float64) / cap), rtol=4e-7)
+    with_rows = stored.product(x, jnp.float32, bias=bias, cap=cap, residual=jnp.asarray(rows))
+    same(np.asarray(with_rows), found + rows)
+    tokens, log_probs = stored.greedy_token_and_logprob(x, bias=bias, cap=cap)
+    np.testing.assert_array_equal(tokens, found.argmax(axis=1))
+    most, sums = packed_weights.log_sum_exp(jnp.asarray(found))
+    same(np.asarray(log_probs), np.max(found, axis=1) - np.asarray(most) - np.asarray(sums))
+    infinite = stored.product(x.at[0].set(np.inf), jnp.float32, bias=bias, cap=cap)
+    assert not (np.abs(np.asarray(infinite)) > cap).any()
+
+
 def test_greedy_tokens_of_equal_columns_and_of_what_is_not_finite():
     columns, x = np.zeros((4, 100), np.float32), np.eye(4, dtype=np.float32)
     columns[0, [40, 41, 90]] = 3

@@ -16,8 +16,9 @@ from specdec_jax.backends.backend import Backend
 from specdec_jax.backends.kv_cache import KVCache
 from specdec_jax.backends.xla import DecoderCall
 from specdec_jax.models import families, parameters
+from specdec_jax.models.attention import Attention
 from specdec_jax.models.bart import BartConfig
-from specdec_jax.models.blocks import Attention, BlockOptions
+from specdec_jax.models.block_options import BlockOptions
 from specdec_jax.models.config_validation import check_fields
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.gemma import GemmaConfig, T5GemmaConfig

@@ -368,9 +368,76 @@ def test_what_is_saved_is_loaded_again(dtype, tmp_path):
     assert again.config == target.config and again.quantized == (dtype == "int8")
     if dtype == "float32":
         assert again.fingerprint == target.fingerprint
-    for form in ("huggingface", "t5x"):
-        with pytest.raises(ValueError, match=f"format: got '{form}' for a T5GemmaConfig"):
-            sd.save(target, tmp_path / form, format=form)
+    with pytest.raises(ValueError, match="format: got 't5x' for a T5GemmaConfig"):
+        sd.save(target, tmp_path / "t5x", format="t5x")
+
+
+def export(name, folder):
+    """Writes Hugging Face's folder of a model, and returns its path."""
+    lines = []
+    sd.save(load(name), folder / name, format="huggingface", say=lines.append)
+    return folder / name
+
+
+EXPORTED = [name for name in NAMES if name != "t5gemma2"]
+
+
+@parametrize("name", EXPORTED, first=2)
+def test_what_is_exported_is_loaded_again(name, tmp_path):
+    target = load(name)
+    again = sd.load(export(name, tmp_path), "float32", say=lambda line: None)
+    assert again.config.explicit() == target.config.explicit()
+    assert again.fingerprint == target.fingerprint
+    assert (again.start_token, again.eos_ids) == (target.start_token, target.eos_ids)
+    assert again.generation_config == target.generation_config
+
+
+CANNOT = {
+    "images": ("t5gemma2", {}, "format: got 'huggingface' for a T5Gemma 2"),
+    "windows": ("gemma2_capped", dict(windows=(2, 3)), "expected one of .* windows of one size"),
+    "a cap beside norms": (
+        "gemma3_text",
+        dict(attention_cap=2.0),
+        "attention_cap=2.0, which huggingface would give back as None",
+    ),
+    "angles": (
+        "gemma2_capped",
+        dict(local_rotary_base=100.0),
+        "local_rotary_base=100.0, which huggingface would give back as None",
+    ),
+}
+
+
+@parametrize("case", CANNOT, first=1)
+def test_what_cannot_be_exported_is_rejected(case, tmp_path):
+    name, fields, expected = CANNOT[case]
+    with pytest.raises(ValueError, match=expected):
+        sd.save(rebuild(name, **fields), tmp_path / "model", format="huggingface")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPORTED)
+def test_transformers_reads_what_is_exported(name, tmp_path):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    kind = "CausalLM" if load(name).config.decoder_only else "Seq2SeqLM"
+    how = dict(attn_implementation="eager", dtype=torch.float32, output_loading_info=True)
+    read = getattr(transformers, f"AutoModelFor{kind}").from_pretrained
+    model, info = read(export(name, tmp_path), **how)
+    assert not any(info.values())
+    numbers = {key: torch.tensor(value) for key, value in golden(name).items()}
+    fed = numbers["decoder_tokens"].long()
+    given = dict(input_ids=fed)
+    if kind == "Seq2SeqLM":
+        model.model.encoder.config.sliding_window -= 1  # as in scripts/write_golden_gemma.py
+        inputs = numbers["inputs"].long()
+        mask = torch.arange(inputs.shape[1]) < numbers["input_lengths"][:, None]
+        given = dict(input_ids=inputs, attention_mask=mask.long(), decoder_input_ids=fed)
+        given["decoder_attention_mask"] = torch.ones_like(fed)
+    with torch.no_grad():
+        found = model.eval()(**given).logits
+    np.testing.assert_allclose(found, numbers["logits"], rtol=1e-5, atol=1e-6)
 
 
 # Files.

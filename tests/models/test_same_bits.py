@@ -16,7 +16,7 @@ import pytest
 import tiers
 from random_heads_of import random_heads
 from toy_models import noisy_copy
-from twins import V, gpt, t5, twins
+from twins import V, gemma, gpt, t5, t5gemma, twins
 
 import specdec_jax as sd
 from specdec_jax.backends.cpu import native
@@ -36,11 +36,16 @@ SAMPLING = {
     "filters": sd.SamplingConfig(temperature=1.3, top_k=20, top_p=0.8, min_p=0.01),
 }
 FAMILIES = {"t5": t5, "t5 1.0": functools.partial(t5, scale_decoder_outputs=True), "gpt": gpt}
+GEMMAS = {
+    "gemma": gemma,
+    "t5gemma": t5gemma,
+    "t5gemma 2": functools.partial(t5gemma, merged=True),
+}
 
 
 @functools.cache
 def model(family: str, width: int, quantize: str | None = None) -> sd.LanguageModel:
-    return twins(FAMILIES[family](width), quantize=quantize)
+    return twins((FAMILIES | GEMMAS)[family](width), quantize=quantize)
 
 
 # Calls of a network.
@@ -98,7 +103,7 @@ def check_calls(network, widths, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt", "t5"])
+@pytest.mark.parametrize("family", ["gpt", "t5", "gemma", "t5gemma 2"])
 def test_calls(family):
     check_calls(model(family, 512).network, (9,), (3,))
 
@@ -111,6 +116,9 @@ LATIN_SQUARE = [
 ]
 
 
+LATIN_SQUARE += [(family, 512, kind) for family, kind in zip(GEMMAS, ("int8", None, "w8a8"))]
+
+
 @slow
 @pytest.mark.parametrize("family, width, quantize", LATIN_SQUARE)
 def test_calls_of_every_width(family, width, quantize):
@@ -118,13 +126,14 @@ def test_calls_of_every_width(family, width, quantize):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["t5", "t5gemma"])
 @pytest.mark.parametrize("rows, length", [(2, 8), (5, 3)])
-def test_encoders(rows, length):
+def test_encoders(rows, length, family):
     """An input's states depend neither on its padding nor on other inputs.
 
     Calls lie on both sides of 4,096 numbers.
     """
-    network = model("t5", 512).network
+    network = model(family, 512).network
     encode = jax.jit(lambda network, inputs, lengths: network.encode(inputs, lengths))
     alone = encode(network, jnp.asarray(TOKENS[:1, :3]), np.full(1, 3))
     all_rows = encode(network, jnp.asarray(TOKENS[:rows, :length]), np.full(rows, 3))
@@ -210,6 +219,8 @@ MODELS = [
     ("t5 1.0", 1024, "w8a8"),
     ("gpt", 1024, None),
     ("t5", 4096, None),
+    ("gemma", 512, None),
+    ("t5gemma 2", 512, "int8"),
 ]
 DRAFTED = [
     (name, *shape, 1 if (row + column) % 2 and name != "other lengths" else len(INPUTS))

@@ -13,7 +13,7 @@ from toy_models import noisy_copy, tiny_t5
 import specdec_jax as sd
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.decoding.planning import plan_decoding
-from specdec_jax.models.blocks import Attention
+from specdec_jax.models.attention import Attention
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.beam_iteration import BeamSearch

@@ -7,6 +7,7 @@
 //   norm                f(x), the norm alone
 //   log-sums            log Σ exp of rows, in the order of the head
 //   rows                of a table [N, D], by their numbers
+//   angles, heads       queries, keys and values side by side, the first two normalised by heads and rotated by angles
 //   attention           of queries over cached keys and values, of an encoder over its own
 //
 // Every output is one chain of operations in a fixed order (of a product with float32: fused multiply-adds over
@@ -112,6 +113,22 @@ static inline Vec exp_of(Vec x) {
   const Vec result = e * (Vec)power;
   return dead ? Vec{} : result;
 }
+
+// tanh x, within a few units in the last place: a quotient of polynomials, as in Eigen and XLA; beyond 7.9 it is 1.
+static inline Vec tanh_of(Vec x) {
+  x = x > 7.90531110763549805f ? all(7.90531110763549805f) : x < -7.90531110763549805f ? all(-7.90531110763549805f) : x;
+  const Vec y = x * x;
+  Vec over = all(-2.76076847742355e-16f);
+  for (float c : {2.00018790482477e-13f, -8.60467152213735e-11f, 5.12229709037114e-08f, 1.48572235717979e-05f,
+                  6.37261928875436e-04f, 4.89352455891786e-03f})
+    over = over * y + c;
+  Vec under = all(1.19825839466702e-06f);
+  for (float c : {1.18534705686654e-04f, 2.26843463243900e-03f, 4.89352518554385e-03f}) under = under * y + c;
+  return x * over / under;
+}
+
+// c · tanh(x / c). Not inlined, and so with the same bits wherever it is called.
+static __attribute__((noinline)) Vec capped(Vec x, float c) { return c * tanh_of(x / c); }
 
 // Numbers below the smallest normal one count as 0 while this lives, on whatever thread: XLA's own threads do so, others may not.
 struct NoDenormals {
@@ -314,6 +331,7 @@ struct Product {
   int64_t F;
   Peak* peaks;  // [M, panels], or none
   bool summed;
+  float cap;  // 0: none
 };
 
 // Lines begin .. end - 1 of a few panels, which lie `apart` values apart, for one block of rows.
@@ -406,6 +424,7 @@ static __attribute__((noinline)) void finish(const Product<W>& of, const float* 
       Vec v = load(sums + i * width + j, n);
       if (of.scales) v *= load(of.scales + begin + j, n);
       if (of.bias) v += load(of.bias + begin + j, n);
+      if (of.cap > 0) v = capped(v, of.cap);
       if (of.residual) v += load(of.residual + at + j, n);
       store(of.y + at + j, v, n);
     }
@@ -428,13 +447,15 @@ static __attribute__((noinline)) float exp_sum(const Vec* columns, float greates
 }
 
 // Of up to 16 columns of a row, the first of which is `column` of it.
-static Peak peak_of(const float* columns, const float* scales, const float* bias, int64_t count, int32_t column, bool summed) {
+static Peak peak_of(const float* columns, const float* scales, const float* bias, float cap, int64_t count, int32_t column,
+                    bool summed) {
   Vec own[kParts], most = all(-INFINITY), wrong = {}, first = all(kPanel);
   for (int q = 0; q < kParts; q++) {
     const int64_t n = count - q * kLanes;
     Vec v = load(columns + q * kLanes);
     if (scales) v *= load(scales + q * kLanes, n > 0 ? n : 0);
     if (bias) v += load(bias + q * kLanes, n > 0 ? n : 0);
+    if (cap > 0) v = capped(v, cap);
     own[q] = kFirst < (float)n ? v : all(-INFINITY);
     most = own[q] > most ? own[q] : most;
     wrong = own[q] == own[q] ? wrong : all(1.0f);
@@ -499,7 +520,7 @@ static void columns(const Product<W>& of, int64_t panel, bool whole) {
     for (int i = 0; of.peaks && i < rows; i++)
       for (int64_t p = 0, from = begin; p < P && from < of.F && from - begin < own; p++, from += kPanel)
         of.peaks[(first + i) * ((of.F + kPanel - 1) / kPanel) + from / kPanel] =
-            peak_of(sums + (i * P + p) * kPanel, scales ? scales + p * kPanel : nullptr, bias ? bias + p * kPanel : nullptr,
+            peak_of(sums + (i * P + p) * kPanel, scales ? scales + p * kPanel : nullptr, bias ? bias + p * kPanel : nullptr, of.cap,
                     of.F - from < kPanel ? of.F - from : kPanel, from, of.summed);
     first += rows;
   }
@@ -686,6 +707,7 @@ struct Results {
   int32_t* tokens;
   float* log_probs;
   bool summed, clear;
+  float cap;
 };
 
 // Multiplies the rows of x that count, what `before` makes of them. `live`: rows that count, of no elements where all do; the
@@ -718,7 +740,7 @@ static ffi::Error multiply(ffi::ThreadPool pool, const Floats& x, const ffi::Buf
   if (!M || !F) return ffi::Error::Success();
   const float* given = x.typed_data();
   Product<W> of{(const Input*)given, nullptr, rows, M, lines, parts, (const W*)w.typed_data(), or_none(scales), to.bias, to.residual, to.y,
-                F, nullptr, to.summed};
+                F, nullptr, to.summed, to.cap};
   if (kInputs > 1 || M < all || before.kind != kNothing) {
     Input* into = room(own_x, M * lines);
     Rounding* roundings = room(own_roundings, M * parts);
@@ -747,7 +769,7 @@ static ffi::Error multiply(ffi::ThreadPool pool, const Floats& x, const ffi::Buf
 template <ffi::DataType kType, typename W>
 static ffi::Error ProductOf(ffi::ThreadPool pool, Floats x, ffi::Buffer<kType> w, Floats scales, Flags live, Floats norm_scale,
                             Floats norm_bias, Floats bias, Floats residual, Out<ffi::F32> y, int64_t before, int64_t first,
-                            int64_t second, bool clear) {
+                            int64_t second, bool clear, float cap) {
   const auto xs = x.dimensions(), ys = y->dimensions();
   const int64_t rows = xs.size() ? count(xs, 0, xs.size() - 1) : -1, F = ys.size() ? ys[ys.size() - 1] : -1;
   const bool normed = before == kRootMeanSquare || before == kMeanAndVariance;
@@ -759,19 +781,19 @@ static ffi::Error ProductOf(ffi::ThreadPool pool, Floats x, ffi::Buffer<kType> w
       !has(norm_bias, before == kMeanAndVariance ? K : 0))
     return unfit("product: shapes do not fit");
   return multiply<kType, W>(pool, x, w, scales, F, live, {before, first, second, or_none(norm_scale), or_none(norm_bias)},
-                            {y->typed_data(), or_none(bias), or_none(residual), nullptr, nullptr, false, clear});
+                            {y->typed_data(), or_none(bias), or_none(residual), nullptr, nullptr, false, clear, cap});
 }
 
 // `summed`: with log-probabilities, which are 0 otherwise.
 template <ffi::DataType kType, typename W>
 static ffi::Error HeadOf(ffi::ThreadPool pool, Floats x, ffi::Buffer<kType> w, Floats scales, Flags live, Floats bias,
-                         Out<ffi::S32> tokens, Out<ffi::F32> log_probs, int64_t columns, bool summed) {
+                         Out<ffi::S32> tokens, Out<ffi::F32> log_probs, int64_t columns, bool summed, float cap) {
   const auto xs = x.dimensions();
   const int64_t rows = xs.size() ? count(xs, 0, xs.size() - 1) : -1;
   if (columns < 1 || !has(*tokens, rows) || !has(*log_probs, rows) || !may_have(bias, columns))
     return unfit("head: shapes do not fit");
   return multiply<kType, W>(pool, x, w, scales, columns, live, {kNothing, kLinear, kLinear, nullptr, nullptr},
-                            {nullptr, or_none(bias), nullptr, tokens->typed_data(), log_probs->typed_data(), summed, true});
+                            {nullptr, or_none(bias), nullptr, tokens->typed_data(), log_probs->typed_data(), summed, true, cap});
 }
 
 // What `before`, a norm, makes of the rows of x that are live; 0 for the others.
@@ -834,28 +856,75 @@ static ffi::Error LogSums(ffi::ThreadPool pool, Floats x, Out<ffi::F32> greatest
 
 // -------------------------------------------------------------------------------------------------------------- attention
 
-// One query over `live` keys and values, the i-th of which lies at slot place(i), slots `apart` values apart:
-// out = Σ softmax(q · k / divisor + bias) v. `scores`: room for `live` + kLanes numbers. `next`: from these keys to those that
-// are likely to be read after them.
+// Where keys and values lie: the i-th, `apart` values apart.
+struct InOrder {
+  const float *keys, *values;
+  int64_t apart;
+  const float* key(int64_t i) const { return keys + i * apart; }
+  const float* value(int64_t i) const { return values + i * apart; }
+};
+
+static inline int64_t within(int64_t length, int64_t most) { return length < 0 ? 0 : length < most ? length : most; }
+
+// The i-th in slot path[i], of which the last one is `last`.
+struct OnPath {
+  InOrder slots;
+  const int32_t* path;
+  int64_t last;
+  const float* key(int64_t i) const { return slots.key(within(path[i], last)); }
+  const float* value(int64_t i) const { return slots.value(within(path[i], last)); }
+};
+
+// Those of two places, one after the other.
+template <typename First>
+struct Joined {
+  First first;
+  int64_t count;  // of the first
+  InOrder second;
+  const float* key(int64_t i) const { return i < count ? first.key(i) : second.key(i - count); }
+  const float* value(int64_t i) const { return i < count ? first.value(i) : second.value(i - count); }
+};
+
+// What is made of the product of a query and a key: c · tanh(product / divisor / c), c > 0, or with c = 0 product / divisor.
+struct Scoring {
+  float divisor, cap;
+};
+
+// One query over `live` keys and values: out = Σ softmax(score(q · k) + bias) v. `scores`: room for `live` + kLanes numbers.
+// `next`: the keys that are likely to be read after them, `apart` values apart, as these are.
 template <typename Place>
-static void attend(const Place& place, const float* q, const float* keys, const float* values, int64_t apart, int64_t next,
-                   int64_t live, int64_t K, const float* bias, float divisor, float* scores, float* out) {
+static void attend(const Place& place, const float* q, const float* next, int64_t apart, int64_t live, int64_t K, const float* bias,
+                   Scoring how, float* scores, float* out) {
   const int64_t whole = K / kLanes * kLanes, turn = live > kSlotsAhead ? live - kSlotsAhead : 0;
+  const float* added = how.cap > 0 ? nullptr : bias;
   float greatest = -INFINITY;
   for (int64_t s = 0; s < live; s++) {
-    const float *key = keys + place(s) * apart, *ahead = s < turn ? key + kSlotsAhead * apart : keys + next + (s - turn) * apart;
+    const float *key = place.key(s), *value = place.value(s);
+    const float* ahead = s < turn ? key + kSlotsAhead * apart : next + (s - turn) * apart;
     // Too short a run for the processor to foresee: the next keys, and the values that are read when all scores are there.
     for (int64_t k = 0; k < K; k += 16) {
       __builtin_prefetch(ahead + k, 0, 3);
-      __builtin_prefetch(values + place(s) * apart + k, 0, 3);
+      __builtin_prefetch(value + k, 0, 3);
     }
     Vec sums = {};
     for (int64_t k = 0; k < whole; k += kLanes) sums += load(q + k) * load(key + k);
     float score = sum_of(sums);
     for (int64_t k = whole; k < K; k++) score += q[k] * key[k];
-    score = score / divisor + (bias ? bias[s] : 0.0f);
+    score = score / how.divisor + (added ? added[s] : 0.0f);
     greatest = score > greatest ? score : greatest;
     scores[s] = score;
+  }
+  if (how.cap > 0) {
+    Vec most = all(-INFINITY);
+    for (int64_t s = 0; s < live; s += kLanes) {
+      const int64_t left = live - s;
+      Vec v = capped(load(scores + s, left), how.cap);
+      if (bias) v += load(bias + s, left);
+      if (left < kLanes) v = kFirst < (float)left ? v : all(-INFINITY);
+      most = v > most ? v : most;
+      store(scores + s, v);
+    }
+    greatest = greatest_of(most);
   }
   for (int64_t s = live; s < live + kLanes; s++) scores[s] = -INFINITY;
   Vec totals = {};
@@ -869,9 +938,11 @@ static void attend(const Place& place, const float* q, const float* keys, const 
   const auto vectors = [&](int64_t k, auto count) __attribute__((always_inline)) {
     constexpr int kCount = decltype(count)::value;
     Vec sums[kCount] = {};
-    for (int64_t s = 0; s < live; s++)
+    for (int64_t s = 0; s < live; s++) {
+      const float* value = place.value(s) + k;
 #pragma GCC unroll 4
-      for (int j = 0; j < kCount; j++) sums[j] += scores[s] * load(values + place(s) * apart + k + j * kLanes);
+      for (int j = 0; j < kCount; j++) sums[j] += scores[s] * load(value + j * kLanes);
+    }
 #pragma GCC unroll 4
     for (int j = 0; j < kCount; j++) store(out + k + j * kLanes, sums[j] * scale);
   };
@@ -880,15 +951,10 @@ static void attend(const Place& place, const float* q, const float* keys, const 
   for (; k + kLanes <= K; k += kLanes) vectors(k, std::integral_constant<int, 1>());
   for (; k < K; k++) {
     float sum = 0;
-    for (int64_t s = 0; s < live; s++) sum += scores[s] * values[place(s) * apart + k];
+    for (int64_t s = 0; s < live; s++) sum += scores[s] * place.value(s)[k];
     out[k] = sum * scale;
   }
 }
-
-// Slots in their order.
-struct InOrder {
-  int64_t operator()(int64_t i) const { return i; }
-};
 
 static float* room_for(int64_t scores) {
   static thread_local std::vector<float> own;
@@ -911,47 +977,166 @@ static void for_heads(ffi::ThreadPool& pool, int64_t B, int64_t H, int64_t each,
   });
 }
 
-// Writes keys and values of `qkv [B, T, 3·H·K]` to slots positions[b] .. of the caches `[B, H, S, K]`, in place, and attends to
-// all slots up to each query's own. `bias [S, H, S]` by query position, or of no elements. Queries that are not live write
-// nothing, and their output is 0, or without `clear` whatever lay there; those of a row that are live come first.
-static ffi::Error SelfAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> keys,
-                                ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::S32> positions,
-                                ffi::Buffer<ffi::PRED> live, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> new_keys,
-                                ffi::ResultBuffer<ffi::F32> new_values, float divisor, bool clear) {
-  const auto qs = qkv.dimensions(), cs = keys.dimensions();
-  if (qs.size() != 3 || cs.size() < 3) return unfit("self-attention: expected queries [B, T, 3·H·K] and caches [.., H, S, K]");
-  const int64_t B = qs[0], T = qs[1], K = cs[cs.size() - 1], S = cs[cs.size() - 2], H = cs[cs.size() - 3], width = H * K;
-  const bool biased = bias.element_count() > 0;
-  if (qs[2] != 3 * width || T > S || !has(keys, B * S * width) || !has(values, B * S * width) || !has(*new_keys, B * S * width) ||
-      !has(*new_values, B * S * width) || !has(*out, B * T * width) || !may_have(bias, S * H * S) || !has(positions, B) ||
-      !may_have(live, B * T))
-    return unfit("self-attention: shapes do not fit");
-  float *key = new_keys->typed_data(), *value = new_values->typed_data();
-  if (key != keys.typed_data()) std::memcpy(key, keys.typed_data(), sizeof(float) * B * S * width);
-  if (value != values.typed_data()) std::memcpy(value, values.typed_data(), sizeof(float) * B * S * width);
-  const float *x = qkv.typed_data(), *table = bias.typed_data();
-  const int32_t* begins = positions.typed_data();
-  const Live counts = Live::read(live, T);
+// Rotates the features of a head, in pairs that lie half of them apart. Not inlined, as `capped`.
+static __attribute__((noinline)) void rotate(float* x, int64_t half, const float* cosines, const float* sines) {
+  for (int64_t k = 0; k < half; k += kLanes) {
+    const int64_t n = half - k;
+    const Vec a = load(x + k, n), b = load(x + half + k, n), c = load(cosines + k, n), s = load(sines + k, n);
+    store(x + k, a * c - b * s, n);
+    store(x + half + k, b * c + a * s, n);
+  }
+}
+
+// Queries [.., H·K], keys and values [.., G·K] side by side. Each head of queries and keys is divided by its root mean square and
+// multiplied by a scale [K], of which there may be none, then rotated by angles of which row i has those of line i % M of M, or of
+// none. Rows that are not live stay as they lay.
+static ffi::Error Heads(ffi::ThreadPool pool, Floats query, Floats key, Floats value, Floats query_scale, Floats key_scale,
+                        Floats cosines, Floats sines, Flags live, Out<ffi::F32> out, int64_t features) {
+  const auto qs = query.dimensions(), ks = key.dimensions(), as = cosines.dimensions();
+  const int64_t K = features, half = K / 2, N = qs.size() ? count(qs, 0, qs.size() - 1) : -1;
+  const int64_t M = as.size() ? count(as, 0, as.size() - 1) : -1;
+  if (N < 0 || M < 0 || !ks.size() || K < 1) return unfit("heads: expected rows of queries, keys and values");
+  const int64_t wide = qs[qs.size() - 1], narrow = ks[ks.size() - 1], width = wide + 2 * narrow;
+  if (wide % K || narrow % K || !has(key, N * narrow) || !has(value, N * narrow) || !has(*out, N * width) ||
+      !may_have(query_scale, K) || !may_have(key_scale, K) || !has(cosines, M * half) || !has(sines, M * half) ||
+      (M && (N % M || K % 2)) || !may_have(live, N))
+    return unfit("heads: shapes do not fit");
+  const float *from[] = {query.typed_data(), key.typed_data()}, *values = value.typed_data();
+  const Before norms[] = {{kRootMeanSquare, 0, 0, or_none(query_scale), nullptr},
+                          {kRootMeanSquare, 0, 0, or_none(key_scale), nullptr}};
+  const float *cosine = cosines.typed_data(), *sine = sines.typed_data();
+  const Live counts = Live::read(live, 1);
   float* y = out->typed_data();
-  int64_t longest = 0;
-  for (int64_t b = 0; b < B; b++) longest = begins[b] > longest ? begins[b] : longest;
-  for_heads(pool, B, H, T * (longest + T) * K * 2, [=](int64_t b, int64_t h) {
-    int64_t begin = begins[b] < S - T ? begins[b] : S - T;  // as XLA does with a slice that would reach past the end
-    begin = begin < 0 ? 0 : begin;
-    float *own_keys = key + (b * H + h) * S * K, *own_values = value + (b * H + h) * S * K;
-    for (int64_t t = 0; t < T && counts(b, t); t++) {
-      const float* from = x + (b * T + t) * 3 * width + h * K;
-      std::memcpy(own_keys + (begin + t) * K, from + width, sizeof(float) * K);
-      std::memcpy(own_values + (begin + t) * K, from + 2 * width, sizeof(float) * K);
+  in_parallel(pool, N, 1 + (1 << 13) / (width + 1), N * width / (1 << 14), [=](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+      if (!counts(i, 0)) continue;
+      float* to = y + i * width;
+      for (int part = 0; part < 2; part++) {
+        const int64_t size = part ? narrow : wide;
+        for (int64_t at = 0; at < size; at += K, to += K) {
+          if (norms[part].scale) prepared(norms[part], from[part] + i * size + at, K, to);
+          else std::memcpy(to, from[part] + i * size + at, sizeof(float) * K);
+          if (M) rotate(to, half, cosine + i % M * half, sine + i % M * half);
+        }
+      }
+      std::memcpy(to, values + i * narrow, sizeof(float) * narrow);
     }
-    float* scores = room_for(S);
+  });
+  return ffi::Error::Success();
+}
+
+// Cosines and sines of position · step, [N, half], for positions [N] and steps [half].
+static ffi::Error Angles(Integers positions, Floats steps, Out<ffi::F32> cosines, Out<ffi::F32> sines) {
+  const int64_t N = positions.element_count(), half = steps.element_count();
+  if (!has(*cosines, N * half) || !has(*sines, N * half)) return unfit("angles: shapes do not fit");
+  for (int64_t i = 0; i < N * half; i++) {
+    const float angle = (float)positions.typed_data()[i / half] * steps.typed_data()[i % half];
+    cosines->typed_data()[i] = std::cos(angle);
+    sines->typed_data()[i] = std::sin(angle);
+  }
+  return ffi::Error::Success();
+}
+
+// T new positions of B rows, queries of H heads and keys and values of G, [B, T, (H + 2·G)·K], and caches [B, G, S, K] of keys and
+// values, to which they are written and attend.
+struct Cached {
+  int64_t B, T, H, G, S, K, width;
+  const float* x;
+  float *keys, *values;
+  const float* query(int64_t b, int64_t t, int64_t h) const { return x + (b * T + t) * width + h * K; }
+  // Of the heads of keys and values those of a head of queries.
+  int64_t shared(int64_t h) const { return h / (H / G); }
+  InOrder slots(int64_t b, int64_t g, int64_t first) const {
+    const int64_t at = ((b * G + g) * S + first) * K;
+    return {keys + at, values + at, K};
+  }
+  // Writes the keys and values of a row and a head to the slots from `begin` on.
+  void write(int64_t b, int64_t g, int64_t begin, const Live& counts) const {
     for (int64_t t = 0; t < T; t++) {
-      const int64_t at = begin + t;
-      float* to = y + (b * T + t) * width + h * K;
+      if (!counts(b, t)) continue;
+      const int64_t to = ((b * G + g) * S + begin + t) * K;
+      std::memcpy(keys + to, query(b, t, H + g), sizeof(float) * K);
+      std::memcpy(values + to, query(b, t, H + G + g), sizeof(float) * K);
+    }
+  }
+};
+
+// Reads it, after which the caches are those of the results; false where shapes do not fit.
+static bool read_cached(Floats qkv, Floats keys, Floats values, Out<ffi::F32> out, Out<ffi::F32> new_keys, Out<ffi::F32> new_values,
+                        Cached& to) {
+  const auto qs = qkv.dimensions(), cs = keys.dimensions();
+  if (qs.size() != 3 || cs.size() < 3) return false;
+  const int64_t B = qs[0], T = qs[1], K = cs[cs.size() - 1], S = cs[cs.size() - 2], G = cs[cs.size() - 3], width = qs[2];
+  const int64_t H = K ? width / K - 2 * G : 0, size = B * G * S * K;
+  if (G < 1 || H < G || H % G || (H + 2 * G) * K != width || T > S || !has(keys, size) || !has(values, size) ||
+      !has(*new_keys, size) || !has(*new_values, size) || !has(*out, B * T * H * K))
+    return false;
+  to = {B, T, H, G, S, K, width, qkv.typed_data(), new_keys->typed_data(), new_values->typed_data()};
+  if (to.keys != keys.typed_data()) std::memcpy(to.keys, keys.typed_data(), sizeof(float) * size);
+  if (to.values != values.typed_data()) std::memcpy(to.values, values.typed_data(), sizeof(float) * size);
+  return true;
+}
+
+// Further keys and values [B, G, L, K] to which the queries of a row attend by the same softmax, the first lengths[b]; L = 0: none.
+struct Further {
+  const float *keys, *values;
+  const int32_t* lengths;
+  int64_t G, L, K;
+  int64_t live(int64_t b) const { return L ? within(lengths[b], L) : 0; }
+  InOrder slots(int64_t b, int64_t g) const { return {keys + (b * G + g) * L * K, values + (b * G + g) * L * K, K}; }
+};
+
+static bool read_further(Floats keys, Floats values, Integers lengths, const Cached& of, Further& to) {
+  const auto ks = keys.dimensions();
+  const int64_t L = keys.element_count() && ks.size() >= 2 ? ks[ks.size() - 2] : 0, size = of.B * of.G * L * of.K;
+  to = {keys.typed_data(), values.typed_data(), lengths.typed_data(), of.G, L, of.K};
+  return has(keys, size) && has(values, size) && has(lengths, L ? of.B : 0);
+}
+
+// One query over `count` keys and values of the cache, and over further ones.
+template <typename Place>
+static void attend_to_both(const Place& own, int64_t count, const Further& more, int64_t b, int64_t g, const float* q, const float* next,
+                           int64_t K, const float* bias, Scoring how, float* scores, float* out) {
+  if (more.L) attend(Joined<Place>{own, count, more.slots(b, g)}, q, next, K, count + more.live(b), K, nullptr, how, scores, out);
+  else attend(own, q, next, K, count, K, bias, how, scores, out);
+}
+
+// The first position that a query at this one sees.
+static int64_t first_seen(int64_t at, int64_t window) { return window && at >= window ? at + 1 - window : 0; }
+
+// Writes keys and values of `qkv` (see `Cached`) to slots positions[b] .. of the caches, in place, and attends to all slots up to
+// each query's own, the last `window` of them unless that is 0. `bias [S, H, S]` by query position, or of no elements. Queries that
+// are not live write nothing, and their output is 0, or without `clear` whatever lay there; those of a row that are live come first.
+static ffi::Error SelfAttention(ffi::ThreadPool pool, Floats qkv, Floats keys, Floats values, Floats bias, Integers positions,
+                                Flags live, Floats more_keys, Floats more_values, Integers more_lengths, Out<ffi::F32> out,
+                                Out<ffi::F32> new_keys, Out<ffi::F32> new_values, float divisor, float cap, int64_t window,
+                                bool clear) {
+  Cached of;
+  Further more;
+  if (!read_cached(qkv, keys, values, out, new_keys, new_values, of) || !may_have(bias, of.S * of.H * of.S) ||
+      !has(positions, of.B) || !may_have(live, of.B * of.T) || !read_further(more_keys, more_values, more_lengths, of, more) ||
+      (more.L && bias.element_count()) || window < 0)
+    return unfit("self-attention: shapes do not fit");
+  const float* table = or_none(bias);
+  const int32_t* begins = positions.typed_data();
+  const Live counts = Live::read(live, of.T);
+  float* y = out->typed_data();
+  // As XLA does with a slice that would reach past the end.
+  const auto begin_of = [=](int64_t b) { return within(begins[b], of.S - of.T); };
+  int64_t longest = 0;
+  for (int64_t b = 0; b < of.B; b++) longest = begins[b] > longest ? begins[b] : longest;
+  for_heads(pool, of.B, of.G, of.T * of.K, [=](int64_t b, int64_t g) { of.write(b, g, begin_of(b), counts); });
+  for_heads(pool, of.B, of.H, of.T * (longest + of.T + more.L) * of.K * 2, [=](int64_t b, int64_t h) {
+    const int64_t g = of.shared(h), begin = begin_of(b);
+    const float* next = of.slots(b, g + 1, 0).keys;
+    float* scores = room_for(of.S + more.L);
+    for (int64_t t = 0; t < of.T; t++) {
+      const int64_t at = begin + t, first = first_seen(at, window);
+      float* to = y + ((b * of.T + t) * of.H + h) * of.K;
       if (counts(b, t))
-        attend(InOrder(), x + (b * T + t) * 3 * width + h * K, own_keys, own_values, K, S * K, at + 1, K,
-               biased ? table + (at * H + h) * S : nullptr, divisor, scores, to);
-      else if (clear) std::memset(to, 0, sizeof(float) * K);
+        attend_to_both(of.slots(b, g, first), at + 1 - first, more, b, g, of.query(b, t, h), next, of.K,
+                       table ? table + (at * of.H + h) * of.S + first : nullptr, {divisor, cap}, scores, to);
+      else if (clear) std::memset(to, 0, sizeof(float) * of.K);
     }
   });
   return ffi::Error::Success();
@@ -972,30 +1157,28 @@ static ffi::Error Rows(Floats table, Integers numbers, Flags live, ffi::ResultBu
   return ffi::Error::Success();
 }
 
-static inline int64_t within(int64_t length, int64_t most) { return length < 0 ? 0 : length < most ? length : most; }
-
-// Queries [B, T, H·K] over the first lengths[b] of L keys and values [B, H, L, K].
-static ffi::Error CrossAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::Buffer<ffi::F32> keys,
-                                 ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::PRED> live,
-                                 ffi::ResultBuffer<ffi::F32> out, float divisor, bool clear) {
+// Queries [B, T, H·K] over the first lengths[b] of L keys and values [B, G, L, K], which as many heads of queries share.
+static ffi::Error CrossAttention(ffi::ThreadPool pool, Floats query, Floats keys, Floats values, Integers lengths, Flags live,
+                                 Out<ffi::F32> out, float divisor, float cap, bool clear) {
   const auto qs = query.dimensions(), cs = keys.dimensions();
-  if (qs.size() != 3 || cs.size() < 3) return unfit("cross-attention: expected queries [B, T, H·K] and keys [.., H, L, K]");
-  const int64_t B = qs[0], T = qs[1], K = cs[cs.size() - 1], L = cs[cs.size() - 2], H = cs[cs.size() - 3], width = H * K;
-  if (qs[2] != width || !has(keys, B * L * width) || !has(values, B * L * width) || !has(*out, B * T * width) ||
-      !has(lengths, B) || !may_have(live, B * T))
+  if (qs.size() != 3 || cs.size() < 3) return unfit("cross-attention: expected queries [B, T, H·K] and keys [.., G, L, K]");
+  const int64_t B = qs[0], T = qs[1], width = qs[2], K = cs[cs.size() - 1], L = cs[cs.size() - 2], G = cs[cs.size() - 3];
+  const int64_t H = K ? width / K : 0;
+  if (G < 1 || H < G || H % G || H * K != width || !has(keys, B * G * L * K) || !has(values, B * G * L * K) ||
+      !has(*out, B * T * width) || !has(lengths, B) || !may_have(live, B * T))
     return unfit("cross-attention: shapes do not fit");
   const float *x = query.typed_data(), *key = keys.typed_data(), *value = values.typed_data();
   const int32_t* ends = lengths.typed_data();
   const Live counts = Live::read(live, T);
   float* y = out->typed_data();
   for_heads(pool, B, H, T * L * K * 2, [=](int64_t b, int64_t h) {
-    const int64_t own = (b * H + h) * L * K;
+    const int64_t own = (b * G + h / (H / G)) * L * K;
     float* scores = room_for(L);
     for (int64_t t = 0; t < T; t++) {
       const int64_t at = (b * T + t) * width + h * K;
       if (counts(b, t))
-        attend(InOrder(), x + at, key + own, value + own, K, L * K, within(ends[b], L), K, nullptr, divisor, scores,
-               y + at);
+        attend(InOrder{key + own, value + own, K}, x + at, key + own + L * K, K, within(ends[b], L), K, nullptr, {divisor, cap},
+               scores, y + at);
       else if (clear) std::memset(y + at, 0, sizeof(float) * K);
     }
   });
@@ -1006,46 +1189,38 @@ static ffi::Error CrossAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> que
 // sequence, and sees the slots paths[b, t, 0 .. positions[b, t]], its ancestors from the first position to itself.
 // `bias [H, P]`: of the last of P positions, so that a key i positions back has the i-th from the end; or of no elements.
 static ffi::Error NodeAttention(ffi::ThreadPool pool, Floats qkv, Floats keys, Floats values, Floats bias, Integers starts,
-                                Integers positions, Integers paths, Flags live, ffi::ResultBuffer<ffi::F32> out,
-                                ffi::ResultBuffer<ffi::F32> new_keys, ffi::ResultBuffer<ffi::F32> new_values, float divisor,
-                                bool clear) {
-  const auto qs = qkv.dimensions(), cs = keys.dimensions(), ps = paths.dimensions();
-  if (qs.size() != 3 || cs.size() < 3 || ps.size() != 3)
-    return unfit("node attention: expected queries [B, T, 3·H·K], caches [.., H, S, K] and paths [B, T, P]");
-  const int64_t B = qs[0], T = qs[1], K = cs[cs.size() - 1], S = cs[cs.size() - 2], H = cs[cs.size() - 3], width = H * K;
+                                Integers positions, Integers paths, Flags live, Floats more_keys, Floats more_values,
+                                Integers more_lengths, Out<ffi::F32> out, Out<ffi::F32> new_keys, Out<ffi::F32> new_values,
+                                float divisor, float cap, int64_t window, bool clear) {
+  const auto ps = paths.dimensions();
+  if (ps.size() != 3) return unfit("node attention: expected paths [B, T, P]");
   const int64_t P = ps[2];
-  if (qs[2] != 3 * width || T > S || !has(keys, B * S * width) || !has(values, B * S * width) || !has(*new_keys, B * S * width) ||
-      !has(*new_values, B * S * width) || !has(*out, B * T * width) || !may_have(bias, H * P) || !has(starts, B) ||
-      !has(positions, B * T) || !has(paths, B * T * P) || !may_have(live, B * T))
+  Cached of;
+  Further more;
+  if (!read_cached(qkv, keys, values, out, new_keys, new_values, of) || !may_have(bias, of.H * P) || !has(starts, of.B) ||
+      !has(positions, of.B * of.T) || !has(paths, of.B * of.T * P) || !may_have(live, of.B * of.T) ||
+      !read_further(more_keys, more_values, more_lengths, of, more) || (more.L && bias.element_count()) || window < 0)
     return unfit("node attention: shapes do not fit");
-  float *key = new_keys->typed_data(), *value = new_values->typed_data();
-  if (key != keys.typed_data()) std::memcpy(key, keys.typed_data(), sizeof(float) * B * S * width);
-  if (value != values.typed_data()) std::memcpy(value, values.typed_data(), sizeof(float) * B * S * width);
-  const float *x = qkv.typed_data(), *table = bias.element_count() ? bias.typed_data() : nullptr;
+  const float* table = or_none(bias);
   const int32_t *begins = starts.typed_data(), *at = positions.typed_data(), *path = paths.typed_data();
-  const Live counts = Live::read(live, T);
+  const Live counts = Live::read(live, of.T);
   float* y = out->typed_data();
   int64_t longest = 0;
-  for (int64_t i = 0; i < B * T; i++) longest = at[i] > longest ? at[i] : longest;
-  for_heads(pool, B, H, T * (longest + 1) * K * 2, [=](int64_t b, int64_t h) {
-    const int64_t begin = within(begins[b], S - T);
-    float *own_keys = key + (b * H + h) * S * K, *own_values = value + (b * H + h) * S * K;
-    for (int64_t t = 0; t < T; t++) {
-      if (!counts(b, t)) continue;
-      const float* from = x + (b * T + t) * 3 * width + h * K;
-      std::memcpy(own_keys + (begin + t) * K, from + width, sizeof(float) * K);
-      std::memcpy(own_values + (begin + t) * K, from + 2 * width, sizeof(float) * K);
-    }
-    float* scores = room_for(P);
-    for (int64_t t = 0; t < T; t++) {
-      const int64_t i = b * T + t, last = within(at[i], P - 1);
-      const int32_t* own_path = path + i * P;
-      const auto place = [own_path, S](int64_t p) { return within(own_path[p], S - 1); };
-      float* to = y + i * width + h * K;
+  for (int64_t i = 0; i < of.B * of.T; i++) longest = at[i] > longest ? at[i] : longest;
+  for_heads(pool, of.B, of.G, of.T * of.K,
+            [=](int64_t b, int64_t g) { of.write(b, g, within(begins[b], of.S - of.T), counts); });
+  for_heads(pool, of.B, of.H, of.T * (longest + 1 + more.L) * of.K * 2, [=](int64_t b, int64_t h) {
+    const int64_t g = of.shared(h);
+    const float* next = of.slots(b, g + 1, 0).keys;
+    float* scores = room_for(P + more.L);
+    for (int64_t t = 0; t < of.T; t++) {
+      const int64_t i = b * of.T + t, last = within(at[i], P - 1), first = first_seen(last, window);
+      const OnPath own{of.slots(b, g, 0), path + i * P + first, of.S - 1};
+      float* to = y + (i * of.H + h) * of.K;
       if (counts(b, t))
-        attend(place, x + i * 3 * width + h * K, own_keys, own_values, K, S * K, last + 1, K,
-               table ? table + h * P + P - 1 - last : nullptr, divisor, scores, to);
-      else if (clear) std::memset(to, 0, sizeof(float) * K);
+        attend_to_both(own, last + 1 - first, more, b, g, of.query(b, t, h), next, of.K,
+                       table ? table + h * P + P - 1 - last + first : nullptr, {divisor, cap}, scores, to);
+      else if (clear) std::memset(to, 0, sizeof(float) * of.K);
     }
   });
   return ffi::Error::Success();
@@ -1099,10 +1274,11 @@ static void for_panels(int64_t panels, const Do& f) {
 }
 
 // One head of an encoder's row: keys and values of its `live` positions, in panels, and the bias of distance s − t at bias[s − t].
+// Position t sees those from t + 1 − window to t + ahead; with a window of 0 all.
 struct EncoderHead {
   const float *keys, *values, *bias;
-  int64_t live, K;
-  float divisor;
+  int64_t live, K, window, ahead;
+  Scoring how;
 
   static constexpr int kRows = rows_for(kWide), kQueries = 4 * kRows, kLines = 256;
   int64_t width() const { return (live + kPanel - 1) / kPanel * kPanel; }
@@ -1120,8 +1296,14 @@ struct EncoderHead {
         for (int r = 0; r < m; r++)
           for (int j = 0; j < kWidth; j += kLanes) {
             const int64_t s = p * kPanel + j, left = live > s ? live - s : 0;
-            Vec v = load(sums + r * kWidth + j) / divisor;
+            Vec v = load(sums + r * kWidth + j) / how.divisor;
+            if (how.cap > 0) v = capped(v, how.cap);
             if (bias) v += load(bias + s - (t + i + r), left);
+            if (window) {
+              const Vec back = all((float)(t + i + r - s)) - kFirst;
+              v = back < (float)window ? v : all(-INFINITY);
+              v = back < (float)-ahead ? all(-INFINITY) : v;
+            }
             if (left < kLanes) v = kFirst < (float)left ? v : all(-INFINITY);
             greatest[i + r] = v > greatest[i + r] ? v : greatest[i + r];
             store(scores + (i + r) * width() + s, v);
@@ -1154,14 +1336,16 @@ struct EncoderHead {
   }
 };
 
-// The first lengths[b] positions of qkv [B, L, 3·H·K] over each other, 0 for the others; bias [H, 2·L − 1] by distance from query
-// to key, from 1 − L on, or [H, 0].
-static ffi::Error EncoderAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> bias,
-                                   ffi::Buffer<ffi::S32> lengths, ffi::ResultBuffer<ffi::F32> out, float divisor) {
-  const auto qs = qkv.dimensions(), bs = bias.dimensions();
-  if (qs.size() != 3 || bs.size() != 2) return unfit("encoder attention: expected queries [B, L, 3·H·K] and bias [H, 2·L − 1]");
-  const int64_t B = qs[0], L = qs[1], H = bs[0], width = qs[2] / 3, K = H ? width / H : 0;
-  if (!may_have(bias, H * (2 * L - 1)) || K * H * 3 != qs[2] || !has(*out, B * L * width) || !has(lengths, B))
+// The first lengths[b] positions of qkv [B, L, (H + 2·G)·K] over each other, those in its window of each, 0 for the others; bias
+// [H, 2·L − 1] by distance from query to key, from 1 − L on, or [H, 0].
+static ffi::Error EncoderAttention(ffi::ThreadPool pool, Floats qkv, Floats bias, Integers lengths, Out<ffi::F32> out,
+                                   float divisor, float cap, int64_t window, int64_t ahead) {
+  const auto qs = qkv.dimensions(), bs = bias.dimensions(), os = out->dimensions();
+  if (qs.size() != 3 || bs.size() != 2 || os.size() != 3)
+    return unfit("encoder attention: expected queries [B, L, (H + 2·G)·K] and bias [H, 2·L − 1]");
+  const int64_t B = qs[0], L = qs[1], H = bs[0], width = os[2], K = H ? width / H : 0, G = K ? (qs[2] - width) / (2 * K) : 0;
+  if (G < 1 || H % G || K * H != width || (H + 2 * G) * K != qs[2] || !may_have(bias, H * (2 * L - 1)) || !has(*out, B * L * width) ||
+      !has(lengths, B) || window < 0 || ahead < 0)
     return unfit("encoder attention: shapes do not fit");
   const float *x = qkv.typed_data(), *table = or_none(bias);
   const int32_t* ends = lengths.typed_data();
@@ -1174,20 +1358,21 @@ static ffi::Error EncoderAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q
     for (int64_t i = begin; i < end; i++) {
       const int64_t b = i / parts / H, h = i / parts % H, live = within(ends[b], L);
       const int64_t first = i % parts * kPart, last = first + kPart < L ? first + kPart : L, counted = last < live ? last : live;
-      const float* from = x + b * L * 3 * width + h * K;
+      const int64_t apart = (H + 2 * G) * K;
+      const float *from = x + b * L * apart + h * K, *key = x + b * L * apart + (H + h / (H / G)) * K;
       float *to = y + b * L * width + h * K, *keys, *values;
-      EncoderHead head{nullptr, nullptr, table ? table + h * (2 * L - 1) + L - 1 : nullptr, live, K, divisor};
+      EncoderHead head{nullptr, nullptr, table ? table + h * (2 * L - 1) + L - 1 : nullptr, live, K, window, ahead, {divisor, cap}};
       if (first < counted) {
         keys = room(own_packed, head.width() * K + live * ((K + kPanel - 1) / kPanel * kPanel));
         values = keys + head.width() * K;
-        pack(from + width, 1, 3 * width, K, live, keys);
-        pack(from + 2 * width, 3 * width, 1, live, K, values);
+        pack(key, 1, apart, K, live, keys);
+        pack(key + G * K, apart, 1, live, K, values);
         head.keys = keys, head.values = values;
       }
       float* scores = room(own_scores, EncoderHead::kQueries * head.width());
       for (int64_t t = first; t < counted; t += EncoderHead::kQueries) {
         const int n = counted - t < EncoderHead::kQueries ? counted - t : EncoderHead::kQueries;
-        head.attend(t, n, from + t * 3 * width, 3 * width, scores, to + t * width, width);
+        head.attend(t, n, from + t * apart, apart, scores, to + t * width, width);
       }
       for (int64_t t = counted < first ? first : counted; t < last; t++)
         std::memset(to + t * width, 0, sizeof(float) * K);
@@ -1206,14 +1391,14 @@ static auto product_binding() {
   return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().template Arg<ffi::Buffer<kType>>().template Arg<Floats>()
       .template Arg<Flags>().template Arg<Floats>().template Arg<Floats>().template Arg<Floats>().template Arg<Floats>()
       .template Ret<Floats>().template Attr<int64_t>("before").template Attr<int64_t>("first").template Attr<int64_t>("second")
-      .template Attr<bool>("clear");
+      .template Attr<bool>("clear").template Attr<float>("cap");
 }
 
 template <ffi::DataType kType>
 static auto head_binding() {
   return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().template Arg<ffi::Buffer<kType>>().template Arg<Floats>()
       .template Arg<Flags>().template Arg<Floats>().template Ret<Integers>().template Ret<Floats>().template Attr<int64_t>("columns")
-      .template Attr<bool>("summed");
+      .template Attr<bool>("summed").template Attr<float>("cap");
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecNorm, Norm,
@@ -1227,20 +1412,29 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductW8A8, (ProductOf<ffi::S8, Quad>), pr
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecHeadF32, (HeadOf<ffi::F32, float>), head_binding<ffi::F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecHeadS8, (HeadOf<ffi::S8, int8_t>), head_binding<ffi::S8>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecHeadW8A8, (HeadOf<ffi::S8, Quad>), head_binding<ffi::S8>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecAngles, Angles,
+                              ffi::Ffi::Bind().Arg<Integers>().Arg<Floats>().Ret<Floats>().Ret<Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecHeads, Heads,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
+                                  .Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Flags>().Ret<Floats>().Attr<int64_t>("features"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecSelfAttention, SelfAttention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
-                                  .Arg<Floats>().Arg<Integers>().Arg<Flags>().Ret<Floats>().Ret<Floats>().Ret<Floats>()
-                                  .Attr<float>("divisor").Attr<bool>("clear"));
+                                  .Arg<Floats>().Arg<Integers>().Arg<Flags>().Arg<Floats>().Arg<Floats>().Arg<Integers>()
+                                  .Ret<Floats>().Ret<Floats>().Ret<Floats>().Attr<float>("divisor").Attr<float>("cap")
+                                  .Attr<int64_t>("window").Attr<bool>("clear"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecNodeAttention, NodeAttention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
-                                  .Arg<Integers>().Arg<Integers>().Arg<Integers>().Arg<Flags>().Ret<Floats>().Ret<Floats>()
-                                  .Ret<Floats>().Attr<float>("divisor").Attr<bool>("clear"));
+                                  .Arg<Integers>().Arg<Integers>().Arg<Integers>().Arg<Flags>().Arg<Floats>().Arg<Floats>()
+                                  .Arg<Integers>().Ret<Floats>().Ret<Floats>().Ret<Floats>().Attr<float>("divisor")
+                                  .Attr<float>("cap").Attr<int64_t>("window").Attr<bool>("clear"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecMove, Move,
                               ffi::Ffi::Bind().Arg<Floats>().Arg<Floats>().Arg<Integers>().Arg<Integers>().Ret<Floats>()
                                   .Ret<Floats>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecCrossAttention, CrossAttention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
-                                  .Arg<Integers>().Arg<Flags>().Ret<Floats>().Attr<float>("divisor").Attr<bool>("clear"));
+                                  .Arg<Integers>().Arg<Flags>().Ret<Floats>().Attr<float>("divisor").Attr<float>("cap")
+                                  .Attr<bool>("clear"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     SpecdecEncoderAttention, EncoderAttention,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Integers>().Ret<Floats>().Attr<float>("divisor"));
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Integers>().Ret<Floats>().Attr<float>("divisor")
+        .Attr<float>("cap").Attr<int64_t>("window").Attr<int64_t>("ahead"));

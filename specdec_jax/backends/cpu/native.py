@@ -42,6 +42,8 @@ TARGETS = {
     "specdec_head_f32": "SpecdecHeadF32",
     "specdec_head_s8": "SpecdecHeadS8",
     "specdec_head_w8a8": "SpecdecHeadW8A8",
+    "specdec_angles": "SpecdecAngles",
+    "specdec_heads": "SpecdecHeads",
     "specdec_self_attention": "SpecdecSelfAttention",
     "specdec_node_attention": "SpecdecNodeAttention",
     "specdec_move": "SpecdecMove",

@@ -7,7 +7,7 @@ other rows, so that plain and speculative decoding see the same numbers.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Int8, Int32, Shaped
 
-from specdec_jax.backends.axes import Valid
+from specdec_jax.backends.axes import PerRow, Rotation, Valid
 from specdec_jax.backends.cpu import native
 from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.backends.tree_positions import AnyNodes
@@ -160,11 +160,13 @@ class PackedWeight:
         bias: Float[Array, " F"] | None = None,
         residual: Float[Array, "*N F"] | None = None,
         clear: bool = True,
+        cap: float | None = None,
     ) -> Float[Array, "*N {self.columns}"]:
         """Returns `before(x)` times the weight, plus `bias` and `residual` where they are given.
 
-        Rows that are False in `valid` are not computed. With `clear` they are 0; without, they are
-        not written and may hold anything, NaN too.
+        With a `cap` c the product y and its bias become c·tanh(y / c). Rows that are False in
+        `valid` are not computed. With `clear` they are 0; without, they are not written and may
+        hold anything, NaN too.
         """
         more = [_replace_none(array) for array in (before.scale, before.bias, bias, residual)]
         arguments = (
@@ -175,7 +177,8 @@ class PackedWeight:
             *more,
         )
         call = _get_kernel(f"product_{self._kind}", (*x.shape[:-1], self.columns))
-        return call(*arguments, **before.attributes(), clear=clear).astype(output_dtype)
+        options = dict(clear=clear, cap=_number(cap))
+        return call(*arguments, **before.attributes(), **options).astype(output_dtype)
 
     def greedy_token_and_logprob(
         self,
@@ -183,17 +186,20 @@ class PackedWeight:
         valid: Valid = None,
         normalize: bool = True,
         bias: Float[Array, " F"] | None = None,
+        cap: float | None = None,
     ) -> tuple[Int32[Array, "*N"], Float32[Array, "*N"]]:
-        """Returns the argmax of each row of `product`, with `bias`, and its log-probability.
+        """Returns the argmax of each row of `product` and its log-probability.
 
-        The product is not stored. The argmax is the first of equal columns, or −1 where a column
-        is NaN; the log-probability there is NaN, and without `normalize` it is meaningless.
+        `bias` and `cap` as for `product`, which is not stored. The argmax is the first of equal
+        columns, or −1 where a column is NaN; the log-probability there is NaN, and without
+        `normalize` it is meaningless.
         """
         results = [jax.ShapeDtypeStruct(x.shape[:-1], dtype) for dtype in (jnp.int32, jnp.float32)]
         more = _replace_none(self.scales), _flags(valid), _replace_none(bias)
         arguments = x.astype(jnp.float32), self.values, *more
         call = jax.ffi.ffi_call(f"specdec_head_{self._kind}", results, vmap_method="sequential")
-        return tuple(call(*arguments, columns=np.int64(self.columns), summed=bool(normalize)))
+        options = dict(columns=np.int64(self.columns), summed=bool(normalize), cap=_number(cap))
+        return tuple(call(*arguments, **options))
 
     @property
     def _kind(self) -> str:
@@ -227,6 +233,11 @@ def _join_axes(values: Panels, lines: int, columns: int) -> Shaped[Array, "{line
 def _replace_none(array: Float[Array, "*N"] | None, axes: int = 1) -> Float32[Array, "..."]:
     """Returns the array, or an empty one with so many axes."""
     return jnp.zeros([0] * axes) if array is None else array.astype(jnp.float32)
+
+
+def _number(cap: float | None) -> np.float32:
+    """Returns a cap as `native.cc` takes it, 0 for None."""
+    return np.float32(cap or 0)
 
 
 def _flags(valid: Bool[Array, "..."] | None) -> Bool[Array, "..."]:
@@ -277,6 +288,65 @@ def log_sum_exp(x: Float32[Array, "*N V"]) -> tuple[Float32[Array, "*N"], Float3
     return tuple(_get_kernel("log_sums", *[x.shape[:-1]] * 2)(x))
 
 
+def compute_angles(positions: Int32[Array, "*N"], steps: Float32[np.ndarray, " halfK"]) -> Rotation:
+    """Returns cosines and sines of position · step."""
+    shape = *positions.shape, len(steps)
+    return tuple(_get_kernel("angles", shape, shape)(positions.astype(jnp.int32), steps))
+
+
+def join_heads(
+    query: Float32[Array, "*N HK"],
+    key: Float32[Array, "*N GK"],
+    value: Float32[Array, "*N GK"],
+    features: int,
+    norms: Sequence[Before] | None = None,
+    rotation: Rotation | None = None,
+    valid: Valid = None,
+) -> Float32[Array, "*N QKV"]:
+    """Returns queries, keys and values side by side, for the attention kernels.
+
+    Args:
+      query, key, value: heads of queries, and those of keys and of values.
+      features: K, features of each head.
+      norms: RMS norms of each head of queries, and of each of keys; None: none.
+      rotation: by which both are then rotated, with a line for each row, or lines that the rows
+        take in turn; None: they are not.
+      valid: rows that are False in it may be anything.
+    """
+    scales = [_replace_none(norm.scale) for norm in norms or [Before("nothing")] * 2]
+    none = jnp.zeros((0, features // 2))
+    angles = (none, none) if rotation is None else rotation
+    shape = *query.shape[:-1], query.shape[-1] + 2 * key.shape[-1]
+    call = _get_kernel("heads", shape)
+    return call(query, key, value, *scales, *angles, _flags(valid), features=np.int64(features))
+
+
+class Scoring(NamedTuple):
+    """How queries attend.
+
+    Attributes:
+      divisor: number by which products of queries and keys are divided, before a bias is added.
+      cap, window, ahead: as in `AttentionShape`.
+      more: further keys and values to which every query of a cache attends, and how many each row
+        has of them; only without a bias.
+    """
+
+    divisor: float = 1.0
+    cap: float | None = None
+    window: int | None = None
+    ahead: int = 0
+    more: tuple[Float32[Array, "B H L K"], Float32[Array, "B H L K"], PerRow] | None = None
+
+    def scores(self) -> dict[str, np.float32]:
+        """Returns the numbers that all attention kernels take."""
+        return dict(divisor=np.float32(self.divisor), cap=_number(self.cap))
+
+
+def _read_scoring(given: float | Scoring) -> Scoring:
+    """Returns the scoring that is meant, where a number is a divisor."""
+    return given if isinstance(given, Scoring) else Scoring(given)
+
+
 _Cache = Float32[Array, "*B H S K"]
 
 
@@ -286,21 +356,22 @@ def attend_to_cache(
     values: _Cache,
     bias: Float32[Array, "S H S"] | Float32[Array, "H P"] | None,
     where: Int32[Array, " B"] | AnyNodes,
-    divisor: float,
+    scoring: float | Scoring,
     valid: Valid = None,
     clear: bool = True,
-) -> tuple[Float32[Array, "B T H*K"], _Cache, _Cache]:
+) -> tuple[Float32[Array, "B T HK"], _Cache, _Cache]:
     """Writes new keys and values to the caches, in place, and attends to them.
 
     Each query attends to all slots up to its own; a node of a tree to its ancestors and itself.
 
     Args:
-      qkv: queries, keys and values side by side, 3·H·K, as their joint weight gives them.
+      qkv: queries, keys and values side by side, as their joint weight gives them or `join_heads`:
+        as many heads of queries as a multiple of those of the caches.
       keys, values: as in `KVCache`.
       bias: added to the scores, by query position; for nodes that of the last of P positions, from
         which each node's is taken by distance; None: nothing.
       where: the first slot that is written in each row, or the nodes.
-      divisor: number by which scores are divided before the bias is added.
+      scoring: how they attend; a number: its divisor.
       valid: False for positions that are not computed and write nothing; the valid ones of a row
         come first. None: all are valid.
       clear: as for `PackedWeight.product`.
@@ -308,15 +379,18 @@ def attend_to_cache(
     Returns:
       Outputs, keys, values.
     """
+    how = _read_scoring(scoring)
     if isinstance(where, AnyNodes):
         name, bias = "node_attention", _replace_none(bias, 2)
         places = [where.starts, where.positions, where.paths]
     else:
         name, bias, places = "self_attention", _replace_none(bias, 3), [where]
-    shapes = (*qkv.shape[:2], qkv.shape[2] // 3), keys.shape, values.shape
-    arrays = qkv, keys, values, bias, *places, _flags(valid)
+    width = qkv.shape[2] - 2 * keys.shape[-3] * keys.shape[-1]
+    shapes = (*qkv.shape[:2], width), keys.shape, values.shape
+    none = jnp.zeros([0] * 4), jnp.zeros([0] * 4), jnp.zeros(0, jnp.int32)
+    arrays = qkv, keys, values, bias, *places, _flags(valid), *(how.more or none)
     call = _get_kernel(name, *shapes, aliases={1: 1, 2: 2})
-    return tuple(call(*arrays, divisor=np.float32(divisor), clear=clear))
+    return tuple(call(*arrays, **how.scores(), window=np.int64(how.window or 0), clear=clear))
 
 
 def move_slots(
@@ -329,20 +403,20 @@ def move_slots(
 
 def attend_to_encoded(
     query: Float32[Array, "B T HK"],
-    keys: Float32[Array, "B H L K"],
-    values: Float32[Array, "B H L K"],
+    keys: Float32[Array, "B G L K"],
+    values: Float32[Array, "B G L K"],
     lengths: Int32[Array, " B"],
     valid: Valid = None,
     clear: bool = True,
-    divisor: float = 1.0,
-) -> Float32[Array, "B T H*K"]:
+    scoring: float | Scoring = 1.0,
+) -> Float32[Array, "B T HK"]:
     """Returns the attention of queries over the first `lengths` keys and values of each row.
 
-    It is 0 for a row of length 0, and for positions that are False in `valid`; `divisor` as for
-    `attend_to_cache`, `clear` as for `PackedWeight.product`.
+    H is a multiple of G. It is 0 for a row of length 0, and for positions that are False in
+    `valid`; `scoring` as for `attend_to_cache`, `clear` as for `PackedWeight.product`.
     """
     call = _get_kernel("cross_attention", query.shape)
-    options = dict(divisor=np.float32(divisor), clear=clear)
+    options = _read_scoring(scoring).scores() | dict(clear=clear)
     return call(query, keys, values, lengths, _flags(valid), **options)
 
 
@@ -350,18 +424,23 @@ def attend_to_inputs(
     qkv: Float32[Array, "B L QKV"],
     bias: Float32[Array, "H 2*L-1"] | Float32[Array, "H 0"],
     lengths: Int32[Array, " B"],
-    divisor: float = 1.0,
-) -> Float32[Array, "B L QKV//3"]:
+    scoring: float | Scoring = 1.0,
+    features: int | None = None,
+) -> Float32[Array, "B L HK"]:
     """Returns an encoder's attention of the first `lengths` positions of each row over each other.
 
     0 past them.
 
     Args:
-      qkv: queries, keys and values side by side, 3·H·K.
+      qkv: queries, keys and values side by side.
       bias: added to the scores, by distance from query to key, from 1 − L on; without any:
         nothing.
       lengths: number of positions of each row that count.
-      divisor: as for `attend_to_cache`.
+      scoring: as for `attend_to_cache`.
+      features: K, features of each head; None: keys and values have H heads too.
     """
-    call = _get_kernel("encoder_attention", (*qkv.shape[:2], qkv.shape[2] // 3))
-    return call(qkv, bias, lengths, divisor=np.float32(divisor))
+    how = _read_scoring(scoring)
+    width = qkv.shape[2] // 3 if features is None else features * len(bias)
+    call = _get_kernel("encoder_attention", (*qkv.shape[:2], width))
+    sizes = dict(window=np.int64(how.window or 0), ahead=np.int64(how.ahead))
+    return call(qkv, bias, lengths, **how.scores(), **sizes)

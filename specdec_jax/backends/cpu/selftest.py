@@ -50,7 +50,7 @@ def check() -> None:
         rng
     ):
         out = [jax.ShapeDtypeStruct(shape, np.float32) for shape in results]
-        if name.startswith("head"):
+        if name.startswith("head_"):
             out[0] = out[0].update(dtype=np.int32)
         call = functools.partial(jax.ffi.ffi_call(f"specdec_{name}", out), **attributes)
         got = jax.jit(call)(*arguments)
@@ -91,8 +91,8 @@ def _product_cases(rng: Any) -> list[tuple]:
     # A gate: the gelu of the first half of a row times the second.
     tanh = 1 + np.exp(-2 * np.sqrt(2 / np.pi) * (precise + 0.044715 * precise**3))
     gated = precise / tanh * linear
-    gate = {"before": np.int64(4), "first": np.int64(2), "second": np.int64(0), "clear": True}
-    head = {"columns": np.int64(F), "summed": True}
+    cap, at = np.float32(3), dict(before=np.int64(4), first=np.int64(2), second=np.int64(0))
+    gate, head = at | dict(clear=True, cap=cap), dict(columns=np.int64(F), summed=True, cap=cap)
     panels, packed = (part.reshape(K, F // P, P).transpose(1, 0, 2) for part in (w, integers))
     for kind, group in (("f32", 0), ("s8", 2), ("w8a8", 4)):
         weights, matrix = (panels.copy(), none), w
@@ -101,10 +101,10 @@ def _product_cases(rng: Any) -> list[tuple]:
             weights, matrix = (groups.copy(), scales), integers * scales.astype(np.float64)
         inputs = [_round_to_int8(part) if kind == "w8a8" else part for part in (gated, linear)]
         hidden, logits = (part.astype(np.float64) @ matrix for part in inputs)
-        logits += bias
+        logits = cap * np.tanh((logits + bias) / cap)
         logprobs = -np.log(np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1))
         given_all, product = (given, *weights, valid, none, none, bias, residual), hidden + bias
-        product = (product + residual) * valid[:, None]
+        product = (cap * np.tanh(product / cap) + residual) * valid[:, None]
         cases.append((f"product_{kind}", given_all, gate, [(M, F)], product))
         found = logits.argmax(axis=1), logprobs
         head_given = linear, *weights, all_valid, bias
@@ -125,30 +125,41 @@ def _round_to_int8(x: Any) -> Any:
 
 
 def _attention_cases(rng: Any) -> list[tuple]:
-    """Returns cases, as `_product_cases` does, for attention of two rows and four heads."""
+    """Returns cases, as `_product_cases` does, for attention of two rows and four heads of queries.
+
+    Those over caches share two heads of keys and values, with caps and windows.
+    """
     import numpy as np
 
-    B, T, H, S, K = 2, 3, 4, 37, 24
+    B, T, H, G, S, K = 2, 3, 4, 2, 37, 24
     make = functools.partial(rng.standard_normal, dtype=np.float32)
-    qkv, keys, values = make((B, T, 3 * H * K)), make((B, H, S, K)), make((B, H, S, K))
-    bias, whole, table = make((S, H, S)), make((B, S, 3 * H * K)), make((H, 2 * S - 1))
+    qkv, keys, values = make((B, T, (H + 2 * G) * K)), make((B, G, S, K)), make((B, G, S, K))
+    bias, table = make((S, H, S)), make((H, 2 * S - 1))
+    whole, further = make((B, S, (H + 2 * G) * K)), [make((B, G, S, K)) for _ in range(2)]
     positions, lengths = np.array([5, 30], np.int32), np.array([37, 11], np.int32)
     divisor, valid = np.float32(3), np.arange(T) < np.array([[T], [1]])
     slots, written = np.arange(S), positions[:, None] + np.arange(T)
+    cap, window, ahead = np.float32(2), np.int64(4), np.int64(2)
 
     def attend(query: Any, keys: Any, values: Any, bias: Any, seen: Any) -> Any:
-        scores = np.einsum("bthk,bhsk->bths", query.astype(np.float64), keys) + bias
+        keys, values = (np.repeat(part, H // G, axis=1) for part in (keys, values))
+        scores = np.einsum("bthk,bhsk->bths", query.astype(np.float64), keys)
+        scores = cap * np.tanh(scores / cap) + bias
         weights = np.exp(scores - scores.max(-1, keepdims=True)) * seen[:, :, None]
         weights /= weights.sum(-1, keepdims=True)
         return np.einsum("bths,bhsk->bthk", weights, values).reshape(*query.shape[:2], H * K)
 
-    query, key, value = (part.reshape(B, T, H, K) for part in np.split(qkv, 3, axis=-1))
+    def split(qkv: Any) -> list[Any]:
+        parts = np.split(qkv, [H * K, (H + G) * K], axis=-1)
+        return [part.reshape(*qkv.shape[:2], -1, K) for part in parts]
+
+    query, key, value = split(qkv)
     new_keys, new_values, moved = keys.copy(), values.copy(), keys.copy()
     sources = positions[:, None] + np.array([[2, 0, 1]], np.int32)
     for b in range(B):
         new_keys[b, :, written[b]], new_values[b, :, written[b]] = key[b], value[b]
         moved[b, :, written[b]] = keys[b, :, sources[b]]
-    seen = slots <= written[..., None]
+    seen = (slots <= written[..., None]) & (slots > written[..., None] - window)
     cached = attend(query / divisor, new_keys, new_values, bias[written], seen) * valid[..., None]
 
     # Nodes whose ancestors lie in every second slot.
@@ -157,34 +168,79 @@ def _attention_cases(rng: Any) -> list[tuple]:
     np.put_along_axis(paths, places[..., None], written[..., None].astype(np.int32), axis=2)
     branched = np.zeros((B, T, H * K))
     for b, t in np.ndindex(B, T):
-        path = paths[b, t, : places[b, t] + 1]
-        near, seen = bias[0][:, S - len(path) :], np.ones((1, 1, len(path)), bool)
-        found = new_keys[b : b + 1, :, path], new_values[b : b + 1, :, path]
-        branched[b, t] = attend(query[b : b + 1, t : t + 1] / divisor, *found, near, seen)[0, 0]
+        path = paths[b, t, : places[b, t] + 1][-window:]
+        near_keys, near_values = (  # and further ones, of which a row has as many as `lengths`
+            np.concatenate([own[b : b + 1, :, path], other[b : b + 1, :, : lengths[b]]], axis=2)
+            for own, other in zip((new_keys, new_values), further)
+        )
+        seen, one = np.ones((1, 1, near_keys.shape[2]), bool), query[b : b + 1, t : t + 1]
+        branched[b, t] = attend(one / divisor, near_keys, near_values, 0, seen)[0, 0]
 
     inside = (slots < lengths[:, None])[:, None]
     crossed = attend(query / divisor, keys, values, 0, inside)
-    parts = [part.reshape(B, S, H, K) for part in np.split(whole, 3, axis=-1)]
+    parts = split(whole)
     key, value = (part.transpose(0, 2, 1, 3) for part in parts[1:])
     near = table[:, slots - slots[:, None] + S - 1].transpose(1, 0, 2)
-    encoded = attend(parts[0] / divisor, key, value, near, inside) * inside.transpose(0, 2, 1)
+    back = slots[:, None] - slots
+    seen = inside & (back < window) & (back >= -ahead)
+    seen |= ~inside.transpose(0, 2, 1)  # so that queries past the end have weights too
+    encoded = attend(parts[0] / divisor, key, value, near, seen) * inside.transpose(0, 2, 1)
 
-    queries, how = qkv[..., : H * K].copy(), {"divisor": divisor, "clear": True}
-    results, all_valid = [(B, T, H * K), keys.shape, values.shape], valid[:0]
-    nodes = qkv, keys, values, bias[0], positions, places, paths, all_valid
+    queries, how = qkv[..., : H * K].copy(), {"divisor": divisor, "cap": cap, "clear": True}
+    sized, results = how | {"window": window}, [(B, T, H * K), keys.shape, values.shape]
+    all_valid, none = valid[:0], np.zeros((0, 0, 0, 0), np.float32)
+    nodes = (
+        qkv,
+        keys,
+        values,
+        bias[0, :, :0],
+        positions,
+        places,
+        paths,
+        all_valid,
+        *further,
+        lengths,
+    )
+    cached_given = qkv, keys, values, bias, positions, valid, none, none, lengths[:0]
     crossing = queries, keys, values, lengths, all_valid
     return [
-        ("self_attention", (qkv, keys, values, bias, positions, valid), how, results, cached),
-        ("node_attention", nodes, how, results, branched),
+        *_head_cases(queries, qkv[..., H * K :], positions, K, make),
+        ("self_attention", cached_given, sized, results, cached),
+        ("node_attention", nodes, sized, results, branched),
         ("move", (keys, values, sources, positions), {}, results[1:], moved),
         ("cross_attention", crossing, how, results[:1], crossed),
         (
             "encoder_attention",
             (whole, table, lengths),
-            {"divisor": divisor},
+            {"divisor": divisor, "cap": cap, "window": window, "ahead": ahead},
             [(B, S, H * K)],
             encoded,
         ),
+    ]
+
+
+def _head_cases(query: Any, others: Any, positions: Any, features: int, make: Any) -> list[tuple]:
+    """Returns cases, as `_product_cases` does, for heads of B rows, normalised and rotated."""
+    import numpy as np
+
+    key, value = np.split(others, 2, axis=-1)
+    scales, steps = make((2, features)), np.linspace(1, 0.01, features // 2, dtype=np.float32)
+    angles = (positions[:, None] * steps).astype(np.float64)
+    lines = np.arange(query.shape[0] * query.shape[1]).reshape(query.shape[:2]) % len(angles)
+
+    def place(x: Any, scale: Any) -> Any:
+        heads = x.reshape(*x.shape[:2], -1, features).astype(np.float64)
+        heads = heads / np.sqrt((heads**2).mean(axis=-1, keepdims=True) + 1e-6) * scale
+        pairs = heads[..., : features // 2] + 1j * heads[..., features // 2 :]
+        pairs = pairs * np.exp(1j * angles)[lines][:, :, None]
+        return np.concatenate([pairs.real, pairs.imag], axis=-1).reshape(x.shape)
+
+    placed = np.concatenate([place(query, scales[0]), place(key, scales[1]), value], axis=-1)
+    rotation = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    arrays = query, key.copy(), value.copy(), *scales, *rotation, np.zeros(0, bool)
+    return [
+        ("angles", (positions, steps), {}, [angles.shape] * 2, *rotation),
+        ("heads", arrays, {"features": np.int64(features)}, [placed.shape], placed),
     ]
 
 

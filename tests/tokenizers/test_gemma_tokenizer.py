@@ -1,0 +1,89 @@
+"""Tokenizers of Gemma's kind: 200 lines beside `tokenizers` and transformers, and damaged files."""
+
+import json
+
+import pytest
+from gemma_tokenizer import END, SPECIAL, make_lines, write_tokenizer
+
+from specdec_jax.tokenizers import huggingface_folders
+from specdec_jax.tokenizers.vocabularies import TokenizerJsonVocabulary
+
+EOS, BOS = 1, 2
+
+
+def open_vocabulary(folder):
+    vocabulary = huggingface_folders.open_folder(folder, (EOS, END))
+    assert isinstance(vocabulary, TokenizerJsonVocabulary)
+    return vocabulary
+
+
+def test_lines_beside_the_library(tmp_path):
+    """Inputs begin with <bos>; spaces, line breaks and bytes come back as they were."""
+    tokenizer, lines = write_tokenizer(tmp_path), make_lines()
+    vocabulary = open_vocabulary(tmp_path)
+    assert (vocabulary.eos_ids, vocabulary.pad_id) == ((EOS, END), 0)
+    for line in lines:
+        expected = tokenizer.encode(line).ids
+        assert vocabulary.encode_input(line) == vocabulary.encode_prompt(line) == expected
+        assert vocabulary.encode(line) == expected[1:] and expected[0] == BOS
+        text = vocabulary.decode(expected)
+        assert text == tokenizer.decode(expected[1:], skip_special_tokens=False)
+        assert text == line.replace("▁", " ")
+        # A prefix that ends inside a character is decoded too, and with EOS it is the same text.
+        for cut in range(1, len(expected), 3):
+            part = tokenizer.decode(expected[1:cut], skip_special_tokens=False)
+            assert vocabulary.decode([*expected[:cut], EOS]) == part
+    used = {i for line in lines for i in vocabulary.encode(line)}
+    assert used >= {END, vocabulary._tokenizer.token_to_id("▁▁")}
+    assert len(used & set(range(len(SPECIAL), len(SPECIAL) + 256))) > 30  # bytes
+
+
+@pytest.mark.slow
+def test_lines_beside_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    write_tokenizer(tmp_path)
+    vocabulary = open_vocabulary(tmp_path)
+    for theirs in (
+        transformers.AutoTokenizer.from_pretrained(tmp_path),
+        transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json")),
+    ):
+        for line in make_lines():
+            ids = theirs(line)["input_ids"]
+            assert vocabulary.encode_input(line) == ids, line
+            decoded = theirs.decode(ids[1:], clean_up_tokenization_spaces=False)
+            assert vocabulary.decode(ids) == decoded, line
+
+
+def edited(change):
+    def damage(content):
+        change(content)
+        return json.dumps(content)
+
+    return damage
+
+
+DAMAGED = {
+    "a merge of a missing piece": edited(lambda c: c["model"]["merges"].append(["zz", "zz"])),
+    "a merge of three": edited(lambda c: c["model"]["merges"].append(["a", "b", "c"])),
+    "merges that are no list": edited(lambda c: c["model"].update(merges={"a": "b"})),
+    "a byte with an id past memory": edited(
+        lambda c: c["model"]["vocab"].update({"<0x41>": 2**40})
+    ),
+    "a byte with an id below 0": edited(lambda c: c["model"]["vocab"].update({"<0x41>": -1})),
+    "byte fallback of words": edited(lambda c: c["model"].update(byte_fallback="yes")),
+    "text that becomes megabytes": edited(
+        lambda c: c["decoder"]["decoders"][0].update(content="a" * 10**7)
+    ),
+    "nothing": lambda content: "",
+    "half of it": lambda content: json.dumps(content)[:9000],
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_files_are_rejected_in_one_line(case, tmp_path):
+    write_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(DAMAGED[case](json.loads(path.read_text(encoding="utf-8"))), encoding="utf-8")
+    with pytest.raises(ValueError, match="tokenizer.json: ") as caught:
+        open_vocabulary(tmp_path).encode_input("a 𝒳 b")
+    assert len(str(caught.value).splitlines()) == 1
