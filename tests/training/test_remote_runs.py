@@ -11,12 +11,13 @@ import stores
 from toy_training import config_of, write_language
 
 import specdec_jax as sd
-from specdec_jax.commands import distill
+from specdec_jax.commands import distill, main
 from specdec_jax.files import mirrors
 from specdec_jax.training import heads, train
 from specdec_jax.training.sequence_distillation import DistillConfig
 
 store = stores.store
+SETTINGS = dict(buckets=(16,), warmup_steps=0, decay_steps=0)
 pytestmark = [pytest.mark.usefixtures("quick"), pytest.mark.slow]
 
 
@@ -27,6 +28,16 @@ def cache(store, tmp_path_factory, monkeypatch):
     return folder
 
 
+FLAGS = (
+    "target source_files validation_files data_dir output_dir drafter_shape max_new_tokens"
+    " max_sources shard_size buckets batch_tokens warmup_steps decay_steps dtype"
+).split()
+
+
+def write_flag(value):
+    return ",".join(map(str, value)) if isinstance(value, tuple) else value
+
+
 def assert_same(one, other):
     assert jax.tree.all(jax.tree.map(np.array_equal, one, other))
 
@@ -34,10 +45,10 @@ def assert_same(one, other):
 def test_a_run_resumes_from_a_store(tmp_path, capsys):
     write_language(tmp_path)
     url = "memory://runs/one"
-    whole = train.fit(config_of(tmp_path, tmp_path / "run", buckets=(16,)))
-    train.fit(config_of(tmp_path, url, buckets=(16,), steps=4))
+    whole = train.fit(config_of(tmp_path, tmp_path / "run", **SETTINGS))
+    train.fit(config_of(tmp_path, url, steps=4, **SETTINGS))
     assert f"wrote {url}/model: " in capsys.readouterr().err
-    resumed = train.fit(config_of(tmp_path, url, buckets=(16,)))
+    resumed = train.fit(config_of(tmp_path, url, **SETTINGS))
     assert "resumed at step 4 of 12" in capsys.readouterr().err
     assert_same(whole, resumed)
     local, remote = (sd.load(path) for path in (tmp_path / "run/model", f"{url}/model"))
@@ -53,7 +64,7 @@ def test_a_run_resumes_from_a_store(tmp_path, capsys):
 def test_a_kill_loses_what_was_not_copied(tmp_path, monkeypatch, capsys):
     write_language(tmp_path)
     url, copied = "memory://runs/two", []
-    whole = train.fit(config_of(tmp_path, tmp_path / "run", buckets=(16,)))
+    whole = train.fit(config_of(tmp_path, tmp_path / "run", **SETTINGS))
     copy = mirrors.copy_folder
 
     def end_at_the_second(path):
@@ -64,18 +75,18 @@ def test_a_kill_loses_what_was_not_copied(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(mirrors, "copy_folder", end_at_the_second)
     with pytest.raises(SystemError):
-        train.fit(config_of(tmp_path, url, buckets=(16,)))
+        train.fit(config_of(tmp_path, url, **SETTINGS))
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other machine"))
     capsys.readouterr()
-    resumed = train.fit(config_of(tmp_path, url, buckets=(16,)))
+    resumed = train.fit(config_of(tmp_path, url, **SETTINGS))
     assert "resumed at step 4 of 12" in capsys.readouterr().err
     assert_same(whole, resumed)
 
 
 def test_distillation_and_heads_in_a_store(tmp_path, capsys):
     write_language(tmp_path)
-    train.fit(config_of(tmp_path, "memory://runs/target", buckets=(16,), steps=4))
+    train.fit(config_of(tmp_path, "memory://runs/target", steps=4, **SETTINGS))
     given = dict(data_dir=str(tmp_path), buckets=(16,), batch_tokens=128, warmup_steps=0)
     given |= dict(decay_steps=0, dtype="float32", validation_files=("validation.tsv",))
     settings = DistillConfig(
@@ -89,11 +100,14 @@ def test_distillation_and_heads_in_a_store(tmp_path, capsys):
         steps=2,
         **given,
     )
-    distill.run(settings)
+    fields = (field for field in dataclasses.fields(settings) if field.name in ("steps", *FLAGS))
+    flags = [f"--{one.name}={write_flag(getattr(settings, one.name))}" for one in fields]
+    assert main.main(["distill", *flags, "--compilation_cache_dir="]) == 0
     printed = capsys.readouterr().err
     assert "--drafter=memory://runs/drafter/model" in printed
     names = stores.list_urls("memory://runs/drafter")
-    assert {"outputs-train-greedy.tsv", "validation.txt", "distill.json", "log.jsonl"} <= {*names}
+    expected = "outputs-train-greedy.tsv validation.txt distill.json log.jsonl operative.gin"
+    assert set(expected.split()) <= {*names}
     assert not [name for name in names if ".0000" in name], "outputs were joined"
     distill.run(dataclasses.replace(settings, steps=4))
     assert "resumed at step 2 of 4" in capsys.readouterr().err
