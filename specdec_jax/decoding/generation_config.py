@@ -206,7 +206,10 @@ class GenerationConfig:
         arguments.check_integer("max_input_length", self.max_input_length, 1)
         for name in ("source_language", "target_language"):
             if (given := getattr(self, name)) is not None and not isinstance(given, str):
-                codes = arguments.check_list(name, given, "a language's code, or one per input")
+                expected = "a language's code, or one per input"
+                codes = arguments.check_list(name, given, expected)
+                if not all(isinstance(code, str) for code in codes):
+                    raise ValueError(f"{name}: got {arguments.quote(given)}, expected {expected}")
                 object.__setattr__(self, name, codes)
         check_stop(self.stop, self.deadline)
         check_non_finite(self.non_finite)
