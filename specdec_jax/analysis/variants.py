@@ -19,7 +19,7 @@ from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.generation_config import GenerationConfig, split_options
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.keys import fold_keys
-from specdec_jax.decoding.languages import OutputLanguage, choose_output_language
+from specdec_jax.decoding.languages import OutputLanguage, choose_output_language, list_codes
 from specdec_jax.decoding.results import GenerationResult, NonFiniteLogitsError
 from specdec_jax.files.progress import track
 from specdec_jax.models.language_model import LanguageModel
@@ -95,7 +95,9 @@ class Workload(NamedTuple):
     @property
     def language(self) -> OutputLanguage:
         """How outputs begin."""
-        return choose_output_language(self.target, _read_config(self.options))
+        config = _read_config(self.options)
+        (code,) = list_codes("target_language", config.target_language, 1)
+        return choose_output_language(self.target, config, code)
 
     def check_prompts(self) -> None:
         """Raises ValueError for prompts too long for a model, before anything compiles."""

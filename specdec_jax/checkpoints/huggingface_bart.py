@@ -1,6 +1,5 @@
 """Hugging Face's BART, mBART, Marian, Pegasus, M2M-100 and NLLB: config.json and tensors' names."""
 
-import pathlib
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from specdec_jax.checkpoints.stored_tensor import (
     fill_rows,
     is_same_tensor,
 )
+from specdec_jax.files.places import AnyPath
 from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.models.bart import BartConfig
 from specdec_jax.models.config_validation import build
@@ -125,7 +125,7 @@ _KINDS = {
 
 
 def open_model(
-    folder: pathlib.Path, options: dict, tensors: Parameters
+    folder: AnyPath, options: dict, tensors: Parameters
 ) -> tuple[BartConfig, Parameters]:
     """Returns the configuration that config.json gives, and the tensors by our names."""
     path = folder / "config.json"
@@ -133,7 +133,7 @@ def open_model(
     return config, _rename_tensors(folder, config, options, tensors)
 
 
-def _read_config(path: pathlib.Path, options: dict) -> BartConfig:
+def _read_config(path: AnyPath, options: dict) -> BartConfig:
     kind = _KINDS[options["model_type"]]
     defaults = _DEFAULTS | _OTHER_SIZES.get(options["model_type"], {})
     defaults["scale_embedding"] = options["model_type"] == "m2m_100"
@@ -156,7 +156,7 @@ def _read_config(path: pathlib.Path, options: dict) -> BartConfig:
     return build(BartConfig, fields, path, _FIELDS)
 
 
-def _shares_embedding(path: pathlib.Path, options: dict) -> bool:
+def _shares_embedding(path: AnyPath, options: dict) -> bool:
     """Returns whether encoder and decoder have one embedding; only a Marian may have two."""
     name = "share_encoder_decoder_embeddings"
     shares = options.get(name, True)
@@ -209,7 +209,7 @@ def tensor_name(name: str) -> str:
 
 
 def _rename_tensors(
-    folder: pathlib.Path, config: BartConfig, options: dict, given: Parameters
+    folder: AnyPath, config: BartConfig, options: dict, given: Parameters
 ) -> Parameters:
     """Returns the tensors by our names; unknown ones keep theirs."""
     tensors = {name.removeprefix("model."): tensor for name, tensor in given.items()}

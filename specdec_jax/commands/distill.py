@@ -13,12 +13,12 @@ from typing import Any
 
 from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.commands import distill_lines
-from specdec_jax.files import reading
+from specdec_jax.files import mirrors, reading
 from specdec_jax.files.places import AnyPath
 from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import lock_folder, write_file
-from specdec_jax.models.family import check_encoder
+from specdec_jax.models.family import ModelConfig, check_encoder
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 from specdec_jax.training import text_files, train
 from specdec_jax.training.run_vocabulary import RunVocabulary, check_same
@@ -60,6 +60,19 @@ def run(config: DistillConfig, on_start: Callable[[], object] = lambda: None) ->
     parts = {"train": _read_sources(config, config.paths("source_files"))}
     for number, path in enumerate(config.paths("validation_files"), 1):
         parts[f"validation-{number}"] = _read_sources(config, [path])
+    with mirrors.open_folder(config.output_dir):
+        return _run_stages(config, on_start, target, model, vocabulary, parts)
+
+
+def _run_stages(
+    config: DistillConfig,
+    on_start: Callable[[], object],
+    target: ModelConfig,
+    model: ModelConfig,
+    vocabulary: Vocabulary,
+    parts: dict[str, list[str]],
+) -> dict:
+    """Writes the target's outputs for the sources of each part, and trains the drafter."""
     jobs = plan_jobs(config, vocabulary, target.vocab_size, parts)
     training = config.train_config(model, vocabulary.size, [job.path.name for job in jobs])
     read, kinds = sum(map(len, parts.values())), len(jobs) // len(parts)
@@ -70,11 +83,12 @@ def run(config: DistillConfig, on_start: Callable[[], object] = lambda: None) ->
     )
     for line in distill_lines.describe_needs(config, training, target, jobs):
         print_line(line)
-    output = pathlib.Path(config.output_dir)
+    output = mirrors.find_folder(config.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     contents = {"vocabulary's contents": digest([native_format.vocabulary_contents(vocabulary)])}
     with lock_folder(output):
         _record(output / _RECORD, config, parts, contents)
+        assert config.target
         target_model = loader.load(config.target, config.dtype)
         contents |= {"target's contents": digest([target_model.contents.encode()])}
         _record(output / _RECORD, config, parts, contents)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import pathlib
 import shlex
 import time
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specdec_jax.files import mirrors
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.parameters import parameter_count
 from specdec_jax.training import train
@@ -37,7 +37,7 @@ def describe_needs(
     """
     missing = [job for job in jobs if not job.path.exists()]
     outputs = sum(len(job.texts) * job.per_source for job in missing)
-    saved = pathlib.Path(training.output_dir, "checkpoints").glob("*")
+    saved = (mirrors.find_folder(training.output_dir) / "checkpoints").glob("*")
     done = max((int(path.name) for path in saved if path.name.isdecimal()), default=0)
     steps = training.steps - done
     sizes = parameter_count(target), parameter_count(training.model)
@@ -106,14 +106,17 @@ def describe_outcome(config: DistillConfig) -> list[str]:
 
     They name the step that was kept, compare it with the first, and give the next command.
     """
-    output = pathlib.Path(config.output_dir)
+    output = mirrors.find_folder(config.output_dir)
     log = (output / "log.jsonl").read_text(encoding="utf-8").splitlines()
     records = [record for record in map(json.loads, log) if "validation_loss" in record]
     validations = {record["step"]: record for record in records}
-    kept = Checkpoints(output.absolute(), select=config.select).best.best_step()
-    command = ["specdec", "benchmark", f"--target={config.target}", f"--drafter={output / 'model'}"]
+    kept = Checkpoints(output, select=config.select).best.best_step()
+    model, sources = (
+        mirrors.name_inside(config.output_dir, name) for name in ("model", VALIDATION)
+    )
+    command = ["specdec", "benchmark", f"--target={config.target}", f"--drafter={model}"]
     command += [] if config.greedy else ["--temperature=1"]
-    command += [f"--input_file={output / VALIDATION}", "--limit=100"]
+    command += [f"--input_file={sources}", "--limit=100"]
     return [*_compare(validations, kept, config.select), f"next: {shlex.join(command)}"]
 
 

@@ -67,8 +67,9 @@ def record(options: Any, settings: str, unfinished: bool = False) -> None:
     is there.
     """
     if folder := getattr(options, "output_dir", None):
-        path = pathlib.Path(folder, "operative.gin")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = places.join(folder, "operative.gin")
+        if isinstance(path, pathlib.Path):
+            path.parent.mkdir(parents=True, exist_ok=True)
         writing.write_file(path, settings)
         return
     file = getattr(options, "output_file", None) or getattr(options, "output", None)

@@ -238,14 +238,17 @@ def check_limits(sampling: SamplingConfig, limits: np.ndarray, samples: int) -> 
 
     It is also raised if several samples are wanted at temperature 0.
     """
-    last, least = max(sampling.forced_tokens or {}, default=-1), sampling.min_new_tokens
+    lasts = [max(row, default=-1) for row in sampling.list_forced_tokens()]
+    ends = limits if len(lasts) == len(limits) else [max(limits)] * len(lasts)
+    least = sampling.min_new_tokens
+    last, end = max(zip(lasts, ends), key=lambda pair: pair[0] - pair[1])
     greedy = f"{samples} at temperature 0, expected 1, since all would be the same"
     short = f"{least}, expected at most max_new_tokens = {min(limits)}"
-    late = f"place {last}, expected below max_new_tokens = {max(limits)}"
+    late = f"place {last}, expected below max_new_tokens = {end}"
     for name, wrong, message in (
         ("num_samples", samples > 1 and sampling.mode.greedy, greedy),
         ("min_new_tokens", np.any(np.asarray(least) > limits), short),
-        ("forced_tokens", last >= max(limits), late),
+        ("forced_tokens", last >= end, late),
     ):
         if wrong:
             raise UnsupportedCombination(f"{name}: got {message}")

@@ -149,10 +149,15 @@ def _read_plain(name: str, value: Any) -> Any:
 
 def _restore_ids(fields: dict[str, Any]) -> dict[str, Any]:
     """Returns fields of a `SamplingConfig` with integers for ids, which JSON has as text."""
-    by_token = [key for key in ("logit_bias", "forced_tokens") if isinstance(fields.get(key), dict)]
-    return fields | {
-        key: {int(token): one for token, one in fields[key].items()} for key in by_token
-    }
+
+    def restore(value: Any) -> Any:
+        if isinstance(value, list):
+            return [restore(one) for one in value]
+        by_token = isinstance(value, dict)
+        return {int(token): one for token, one in value.items()} if by_token else value
+
+    names = [name for name in ("logit_bias", "forced_tokens") if name in fields]
+    return fields | {name: restore(fields[name]) for name in names}
 
 
 def _build(cls: Any, values: dict[str, Any]) -> Any:

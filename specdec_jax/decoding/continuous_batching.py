@@ -29,6 +29,7 @@ from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.generate import FOREVER, STOP_EVERY, advance, complete, mark_stopped
 from specdec_jax.decoding.generation_config import ConfigOrPath, document_options, split_options
 from specdec_jax.decoding.keys import fold_keys
+from specdec_jax.decoding.languages import list_codes
 from specdec_jax.decoding.learning import Learner, teach, update_drafter
 from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.decoding.request import Plan
@@ -177,20 +178,26 @@ def decode_all(
       learner: as for `decode_stream`; it may see an output before that is yielded.
       config, options: as for `generate`.
     """
-    config, _ = split_options(config, options)
+    config, data = split_options(config, options)
     rows = choose_batch_size(target, batch_size, len(inputs))
+    codes = {
+        name: list_codes(name, getattr(config, name), len(inputs))
+        for name in ("source_language", "target_language")
+        if isinstance(getattr(config, name), tuple)
+    }
     for start in range(0, len(inputs), _WINDOW * max(rows, 1)):
         window = inputs[start : start + _WINDOW * rows]
+        stop = start + len(window)
+        languages: dict[str, Any] = {name: each[start:stop] for name, each in codes.items()}
         keys = fold_keys(make_key(seed), np.arange(start, start + len(window)) + first)
         outputs = decode_stream(
             target,
             window,
-            config=config,
+            config=dataclasses.replace(config, **languages),
             batch_size=rows,
             refill=refill and should_refill(rows, len(window), config.deadline),
             learner=learner,
-            key=keys,
-            **options,
+            **data._replace(key=keys)._asdict(),
         )
         try:
             for output in _yield_in_order(outputs):

@@ -131,7 +131,6 @@ def fill_sampling(
 
     Raises:
       ValueError: a setting out of range.
-      UnsupportedCombination: a forced token that would be accepted at another place in each row.
     """
     if isinstance(given, SamplingConfig):
         return given
@@ -173,24 +172,10 @@ def _find_min_new_tokens(
 
 def _find_forced_tokens(
     defaults: ModelDefaults, starts: np.ndarray, limits: np.ndarray
-) -> dict[int, int] | None:
-    """Returns the forced tokens by their places."""
-    forced: dict[int, int] = {}
-    if defaults.forced_bos_token_id is not None:
-        alone = np.asarray(starts) == 1
-        if np.any(alone) and not np.all(alone):
-            raise UnsupportedCombination(
-                "forced_bos_token_id: got a default for inputs of which some have a decoder prefix,"
-                " or a prompt, and others none, expected generation_config=None, or calls with one"
-                " kind"
-            )
-        forced |= {0: defaults.forced_bos_token_id} if np.all(alone) else {}
-    if defaults.forced_eos_token_id is not None:
-        last = {int(limit) - 1 for limit in limits}
-        if len(last) > 1:
-            raise UnsupportedCombination(
-                f"forced_eos_token_id: got a default for inputs with {len(last)} different limits"
-                " of new tokens, expected one max_new_tokens for all, or generation_config=None"
-            )
-        forced |= dict.fromkeys(last, defaults.forced_eos_token_id)
-    return forced or None
+) -> dict[int, int] | tuple[dict[int, int], ...] | None:
+    """Returns the forced tokens by their places: of all rows, or of each if they differ."""
+    first, end, rows = defaults.forced_bos_token_id, defaults.forced_eos_token_id, []
+    for start, limit in zip(np.asarray(starts).tolist(), np.asarray(limits).tolist(), strict=True):
+        row = {0: first} if first is not None and start == 1 else {}
+        rows.append(row | ({} if end is None else {limit - 1: end}))
+    return tuple(rows) if any(row != rows[0] for row in rows) else rows[0] or None

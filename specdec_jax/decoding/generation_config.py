@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, NamedTuple, TypeVar
 
@@ -117,17 +117,19 @@ class GenerationConfig:
     max_input_length: int = _make_field(
         512, "longest input in tokens; longer ones are rejected, never cut"
     )
-    source_language: str | None = _make_field(
+    source_language: str | Collection[str] | None = _make_field(
         None,
         "code of the language of inputs that are texts, for a model with several (eng_Latn of "
         "NLLB, en of M2M-100, en_XX of mBART)",
         "the one that the tokenizer's files give",
+        api="One, or one per input.",
     )
-    target_language: str | None = _make_field(
+    target_language: str | Collection[str] | None = _make_field(
         None,
         "code of the language of outputs, for a model with several; for Marian's with codes such "
         "as >>fra<<, fra",
         "the one that the model's files give",
+        api="One, or one per input.",
     )
     eos_ids: Sequence[int] | None = _make_field(None, "ids that stop a row", "the model's own")
     stop: str | Sequence[str] = _make_field(
@@ -203,7 +205,12 @@ class GenerationConfig:
         arguments.check_integer("num_samples", self.num_samples, 1, 2**20)
         arguments.check_integer("max_input_length", self.max_input_length, 1)
         for name in ("source_language", "target_language"):
-            arguments.check_kind(name, getattr(self, name), str | None, "a language's code")
+            if (given := getattr(self, name)) is not None and not isinstance(given, str):
+                expected = "a language's code, or one per input"
+                codes = arguments.check_list(name, given, expected)
+                if not all(isinstance(code, str) for code in codes):
+                    raise ValueError(f"{name}: got {arguments.quote(given)}, expected {expected}")
+                object.__setattr__(self, name, codes)
         check_stop(self.stop, self.deadline)
         check_non_finite(self.non_finite)
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.decoding.checks import check_input_lengths, cut_to_positions
-from specdec_jax.decoding.languages import OutputLanguage, choose_vocabulary
+from specdec_jax.decoding.languages import OutputLanguage, PerInput, choose_vocabularies
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import is_decoder_only
@@ -28,6 +28,11 @@ def as_list(name: str, inputs: Any) -> Any:
     return list(inputs)
 
 
+def count_rows(inputs: Any) -> int:
+    """Returns the number of inputs that `as_list` returned."""
+    return len(inputs) if getattr(inputs, "ndim", 1) else 1
+
+
 def as_ids(
     target: LanguageModel,
     inputs: Any,
@@ -35,7 +40,7 @@ def as_ids(
     framed: bool,
     attention_mask: Any = None,
     name: str = "input",
-    vocabulary: Vocabulary | None = None,
+    vocabularies: Sequence[Vocabulary] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns ids `[B, L]`, padded behind the text, and lengths `[B]`.
 
@@ -45,7 +50,7 @@ def as_ids(
       input_lengths, attention_mask: which ids count, as for `generate`.
       framed: whether strings get what the tokenizer puts around a text.
       name: what a message calls one of the inputs, before its number.
-      vocabulary: what encodes strings; None: the target's.
+      vocabularies: what encodes each string; none: the target's vocabulary.
 
     Raises:
       ValueError: inputs of another kind, ids outside the vocabulary, or texts without a language
@@ -70,9 +75,14 @@ def as_ids(
                 expected = "None (strings have no padding)"
                 raise ValueError(f"attention_mask: got one with strings, expected {expected}")
             check_texts(name, inputs, first=0)
-            vocabulary = vocabulary or target.vocabulary
-            to_ids = _choose_encoder(target, vocabulary) if framed else vocabulary.encode_target
-            inputs = [None if text is None else to_ids(text) for text in inputs]
+            own = vocabularies or [target.vocabulary] * len(inputs)
+            encoders = [
+                _choose_encoder(target, one) if framed else one.encode_target for one in own
+            ]
+            inputs = [
+                None if text is None else to_ids(text)
+                for text, to_ids in zip(inputs, encoders, strict=True)
+            ]
         if input_lengths is not None:
             expected = "None (lists have lengths)"
             raise ValueError(
@@ -159,25 +169,27 @@ def decoder_tokens(
     target: LanguageModel,
     decoder_prefix: Any,
     batch: int,
-    language: OutputLanguage | None = None,
+    languages: Sequence[OutputLanguage] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the start token and the decoder prefix `[B, P]`, and their numbers of ids `[B]`.
 
-    The prefix begins with the token of a language, where there is one, and is padded to a bucket.
+    The prefix begins with the token of the row's language, where there is one, and is padded to a
+    bucket.
     """
-    language = language or OutputLanguage(target.start_token, None)
-    start = np.full((batch, 1), language.start_token, np.int32)
+    languages = languages or [OutputLanguage(target.start_token, None)] * batch
+    start = np.array([[language.start_token] for language in languages], np.int32)
     if decoder_prefix is None:
         return start, np.ones(batch, np.int32)
     tokens, lengths = as_ids(target, decoder_prefix, None, framed=False, name="decoder_prefix")
     if len(lengths) != batch:
         expected = f"{batch} (one per input)"
         raise ValueError(f"decoder_prefix: got {len(lengths)} prefixes, expected {expected}")
-    if language.first is not None:
+    firsts = np.array([-1 if one.first is None else one.first for one in languages])
+    if np.any(firsts >= 0):
         tokens, there = pad(tokens, tokens.shape[1] + 1), lengths > 0
-        there &= tokens[:, 0] == language.first
+        there = (there & (tokens[:, 0] == firsts)) | (firsts < 0)
         moved = np.roll(tokens, 1, axis=1)
-        moved[:, 0] = language.first
+        moved[:, 0] = firsts
         tokens, lengths = np.where(there[:, None], tokens, moved), lengths + ~there
     longest = int(max(lengths))
     tokens = pad(tokens, bucket_length(longest) if longest else 0)
@@ -198,8 +210,8 @@ def encode(
     target: LanguageModel,
     sentences: Sequence[str],
     max_input_length: int,
-    source_language: str | None = None,
-    target_language: str | None = None,
+    source_language: PerInput = None,
+    target_language: PerInput = None,
 ) -> list[list[int]]:
     """Returns the ids of every sentence, with what the tokenizer puts around a text.
 
@@ -211,13 +223,17 @@ def encode(
         `max_input_length` tokens, or too long to be encoded at all, or has a token for which the
         model has no logit.
     """
-    vocabulary = choose_vocabulary(target, source_language, target_language)
-    if vocabulary is None:
+    codes = source_language, target_language
+    vocabularies = choose_vocabularies(target, *codes, len(sentences))
+    if target.vocabulary is None:
         got, expected = f"{target.name} without a vocabulary", "spiece.model or tokenizer.json"
         raise ValueError(f"target: got {got}, expected one ({expected})")
     check_texts("sentence", sentences)
-    to_ids, vocab_size = _choose_encoder(target, vocabulary), target.config.input_vocab_size
-    inputs = [to_ids(text) if is_decoder_only(target) or text.strip() else [] for text in sentences]
+    vocab_size = target.config.input_vocab_size
+    inputs = [
+        _choose_encoder(target, own)(text) if is_decoder_only(target) or text.strip() else []
+        for text, own in zip(sentences, vocabularies, strict=True)
+    ]
     for number, ids in enumerate(inputs, 1):
         if max(ids, default=0) >= vocab_size:
             token = next(i for i in ids if i >= vocab_size)

@@ -36,10 +36,15 @@ from specdec_jax.decoding.defaults import (
     fill_sampling,
     read_defaults,
 )
-from specdec_jax.decoding.generation_config import ConfigOrPath, split_options
+from specdec_jax.decoding.generation_config import (
+    ConfigOrPath,
+    GenerationConfig,
+    split_options,
+)
 from specdec_jax.decoding.inputs import (
     as_ids,
     as_list,
+    count_rows,
     decoder_tokens,
     empty_rows,
     pad,
@@ -48,8 +53,9 @@ from specdec_jax.decoding.inputs import (
 from specdec_jax.decoding.keys import check_keys, row_keys, take_keys
 from specdec_jax.decoding.languages import (
     OutputLanguage,
-    choose_output_language,
-    choose_vocabulary,
+    choose_output_languages,
+    choose_vocabularies,
+    force_languages,
 )
 from specdec_jax.decoding.strategies import choose_strategy
 from specdec_jax.decoding.trees import resolve_tree
@@ -67,7 +73,6 @@ from specdec_jax.speculative.sampling import SamplingRows
 from specdec_jax.speculative.state import StaticConfig
 from specdec_jax.speculative.strategy import AnyConfig, prefill
 from specdec_jax.speculative.verifier import Settings
-from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 # γ = "auto" where nothing can be measured: on a mesh, whose processes would have to agree.
 FIXED = 4
@@ -135,7 +140,7 @@ class Plan:
       key: one key, N keys, or None for the default.
       rows, settings, policy: settings of sampling, verifier and γ per input.
       draft_rows: settings of the drafter's sampling per input; None: the target's.
-      shared: the tables over the vocabulary that all rows share: logit bias and forced tokens.
+      bias: `[V]`, what is added to the logits of all rows, or None.
       auto_rows: number of rows decoded together, for which `autotune` has yet to choose γ; None if
         γ is given or chosen.
       costs_key: key under which `autotune` keeps what γ was chosen by; None if γ was given.
@@ -161,7 +166,7 @@ class Plan:
     rows: SamplingRows
     settings: Settings | None
     policy: Policy | None
-    shared: dict[str, np.ndarray | None]
+    bias: np.ndarray | None
     auto_rows: int | None = None
     costs_key: str | None = None
     draft_rows: SamplingRows | None = None
@@ -241,7 +246,7 @@ class Plan:
             input_lengths=lengths,
             tokens=repeat(prefix),
             prefix_lengths=repeat(prefix_lengths),
-            sampling=dataclasses.replace(sampling, **self.shared),
+            sampling=dataclasses.replace(sampling, bias=self.bias),
             limits=ends,
             eos_ids=_stop_ids(self.eos_ids, len(ends)),
             done=repeat(self.empty[chosen] | filler),
@@ -296,15 +301,14 @@ def plan(
     check_target(target)
     defaults = read_defaults(target, config.generation_config)
     expect_no_search(target, config, defaults)
-    vocabulary = choose_vocabulary(target, config.source_language, config.target_language)
     inputs, tokens, lengths = _read_inputs(
-        target, inputs, data.input_lengths, data.attention_mask, config.max_input_length, vocabulary
+        target, inputs, data.input_lengths, data.attention_mask, config
     )
     prefixed = data.decoder_prefix is not None
-    language = choose_output_language(target, config, defaults, prefixed)
-    if language.first is not None:
-        defaults = defaults.replace(forced_bos_token_id=None)
     batch = len(lengths)
+    languages = choose_output_languages(target, config, batch, defaults, prefixed)
+    if any(language.first is not None for language in languages):
+        defaults = defaults.replace(forced_bos_token_id=None)
     drafter = data.drafter
     tree, gamma, verifier = resolve_tree(config.tree, drafter, config.gamma, config.verifier)
     measured = isinstance(gamma, str) and drafter is not None
@@ -321,10 +325,10 @@ def plan(
     together = batch if batch_size is None else batch_size
     _check_mesh(target, "inputs" if batch_size is None else "batch_size", together, config.deadline)
     eos_ids = check_eos_ids(target, config.eos_ids)
-    prefix, prefix_lengths = _make_prefixes(target, tokens, lengths, data.decoder_prefix, language)
+    prefix, prefix_lengths = _make_prefixes(target, tokens, lengths, data.decoder_prefix, languages)
     limits = fill_limits(target, defaults, config.max_new_tokens, prefix_lengths)
     sampling = fill_sampling(target, defaults, config.sampling, prefix_lengths, limits, eos_ids)
-    sampling = sampling if prefixed else language.force(sampling)
+    sampling = sampling if prefixed else force_languages(sampling, languages)
     own = config.drafter_sampling
     check_drafter_sampling(own, sampling, drafter, tree)
     rows, width = sampling.rows(batch, target.config.vocab_size), int(max(gammas))
@@ -375,10 +379,10 @@ def plan(
         gammas=gammas,
         empty=empty,
         key=data.key,
-        rows=rows.replace(bias=None, forced=None),
+        rows=rows.replace(bias=None),
         settings=settings,
         policy=policy,
-        shared=dict(bias=rows.bias, forced=rows.forced),
+        bias=rows.bias,
         auto_rows=together * samples if measured else None,
         draft_rows=None if own is None else own.filters(batch),
     )
@@ -403,21 +407,22 @@ def _read_inputs(
     inputs: Any,
     input_lengths: Any,
     attention_mask: Any,
-    longest: Any,
-    vocabulary: Vocabulary | None,
+    config: GenerationConfig,
 ) -> tuple[Any, np.ndarray, np.ndarray]:
     """Returns the inputs as a list or an array, their ids `[N, L]` and their lengths `[N]`.
 
     Raises:
       ValueError: no input, or one that is too long.
     """
-    longest = arguments.check_integer("max_input_length", longest, 1)
     inputs = as_list("inputs", inputs)
+    codes = config.source_language, config.target_language
+    vocabularies = choose_vocabularies(target, *codes, count_rows(inputs))
     tokens, lengths = as_ids(
-        target, inputs, input_lengths, True, attention_mask, vocabulary=vocabulary
+        target, inputs, input_lengths, True, attention_mask, vocabularies=vocabularies
     )
     if not len(lengths):
         raise ValueError("inputs: got 0 inputs, expected at least 1")
+    longest = arguments.check_integer("max_input_length", config.max_input_length, 1)
     most = cut_to_positions(target, longest)
     check_input_lengths("input", lengths.tolist(), most, target.config.max_positions)
     return inputs, tokens, lengths
@@ -444,7 +449,7 @@ def _make_prefixes(
     tokens: np.ndarray,
     lengths: np.ndarray,
     decoder_prefix: Any,
-    language: OutputLanguage,
+    languages: Sequence[OutputLanguage],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns what the decoder begins with, `[N, P]`, and its lengths, `[N]`.
 
@@ -452,7 +457,7 @@ def _make_prefixes(
     is decoder-only.
     """
     if not is_decoder_only(target):
-        return decoder_tokens(target, decoder_prefix, len(lengths), language)
+        return decoder_tokens(target, decoder_prefix, len(lengths), languages)
     if decoder_prefix is not None:
         got, expected = "a prefix for a decoder-only model", "None: put it at the end of the input"
         raise UnsupportedCombination(f"decoder_prefix: got {got}, expected {expected}")

@@ -120,16 +120,16 @@ def open_new_folder(folder: PathLike, check: Callable[[AnyPath], None]) -> Itera
             raise
 
 
-_MARKS = ("config.json", "_METADATA", "checkpoint")  # what tells readers that a folder is whole
+MARKS = ("config.json", "_METADATA", "checkpoint")  # what tells readers that a folder is whole
 
 
 def _replace_remote(new: pathlib.Path, remote: RemotePath) -> None:
     """Copies the files of `new` to a folder of a store, and removes the others there."""
     before = remote.list_files() if remote.exists() else []
-    for name, _ in sorted(before, key=lambda file: pathlib.PurePath(file[0]).name not in _MARKS):
+    for name, _ in sorted(before, key=lambda file: pathlib.PurePath(file[0]).name not in MARKS):
         (remote / name).unlink()
     files = [path.relative_to(new) for path in new.rglob("*") if path.is_file()]
-    for path in sorted(files, key=lambda path: (path.name in _MARKS, len(path.parts) == 1, path)):
+    for path in sorted(files, key=lambda path: (path.name in MARKS, len(path.parts) == 1, path)):
         (remote / path).upload(new / path)
 
 

@@ -14,10 +14,10 @@ from jaxtyping import Array, Float, Float32, Key
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.models import weight_layouts
 from specdec_jax.models.config_validation import FieldError, check_fields
+from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.layers import Dense
 from specdec_jax.models.network import Network
 from specdec_jax.models.parameters import flatten
-from specdec_jax.models.t5 import T5Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,13 +132,16 @@ def init_params(
     return params
 
 
-def head_weight(config: T5Config, params: dict) -> Float[Array, "D V"]:
-    """Returns the weight by which a T5 of these parameters (T5X's tree) multiplies last states."""
+def head_weight(config: ModelConfig, params: dict) -> Float[Array, "D V"]:
+    """Returns the weight by which a model of these parameters multiplies its last states.
+
+    A bias of the logits is not part of it.
+    """
     if config.logits_via_embedding:
         weight = params["token_embedder"]["embedding"].T
     else:
         weight = params["decoder"]["logits_dense"]["kernel"]
-    if not config.scales_outputs:
+    if not config.block_options().scales_outputs:
         return weight
     return weight / jnp.sqrt(config.emb_dim).astype(weight.dtype)
 

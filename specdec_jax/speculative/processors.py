@@ -107,11 +107,12 @@ def forbid_early_end(
 
 
 def force(
-    logits: Float[Array, "B T V"], context: Context, forced: Int[Array, " F"]
+    logits: Float[Array, "B T V"], context: Context, forced: Int[Array, "B F"]
 ) -> Float[Array, "B T V"]:
-    """Leaves only the id `forced[i]` for the i-th new token, from 0; −1 forces nothing."""
-    new = _count_new_tokens(context, logits.shape[1])
-    ids = jnp.where(new < len(forced), forced[jnp.minimum(new, len(forced) - 1)], -1)[..., None]
+    """Leaves only the id `forced[b, i]` for a row's i-th new token, from 0; −1 forces nothing."""
+    new, places = _count_new_tokens(context, logits.shape[1]), forced.shape[1]
+    chosen = jnp.take_along_axis(forced, jnp.minimum(new, places - 1), axis=1)
+    ids = jnp.where(new < places, chosen, -1)[..., None]
     only = jnp.where(jnp.arange(logits.shape[-1]) == ids, 0.0, -jnp.inf)
     return jnp.where(ids >= 0, only, logits)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -42,7 +42,7 @@ class SamplingConfig:
       forbidden_sequences: sequences of ids, of which the last one is forbidden where the others are
         the last tokens of the prefix. Other sequences compile a new program.
       vocabulary_mask: `[V]` bool, True for ids that may be chosen; None allows all.
-      forced_tokens: place among the new tokens, from 0 -> the id that must stand there.
+      forced_tokens: * place among the new tokens, from 0 -> the id that must stand there.
       processor: a function of (prefix tokens `[N, S]`, 0 past the prefix; lengths `[N]`; logits
         `[N, V]`) that returns the logits to use, for grammars and the like. JAX traces it, so a new
         function compiles a new program.
@@ -61,7 +61,7 @@ class SamplingConfig:
     logit_bias: Mapping[int, float] | None = None
     forbidden_tokens: Sequence[int] = ()
     vocabulary_mask: Sequence[bool] | np.ndarray | None = None
-    forced_tokens: Mapping[int, int] | None = None
+    forced_tokens: Mapping[int, int] | Sequence[Mapping[int, int]] | None = None
     processor: Processor | None = None
     forbidden_sequences: Sequence[Sequence[int]] = ()
 
@@ -73,17 +73,13 @@ class SamplingConfig:
                 if not is_sound(value):
                     raise ValueError(f"{name}: got {value}, expected {expected}")
         arguments.check_integer("no_repeat_ngram", self.no_repeat_ngram, 0, what=" (0: none)")
-        for name in ("logit_bias", "forced_tokens"):
-            if getattr(self, name) is not None:
-                arguments.check_kind(name, getattr(self, name), Mapping, "a dictionary, or None")
+        if self.logit_bias is not None:
+            arguments.check_kind("logit_bias", self.logit_bias, Mapping, "a dictionary, or None")
         for token, bias in (self.logit_bias or {}).items():
             if not arguments.is_number(bias) or not -_LARGEST <= bias <= _LARGEST:
                 got = f"{arguments.quote(bias)} for id {token}"
                 raise ValueError(f"logit_bias: got {got}, expected a finite number")
-        for place in self.forced_tokens or {}:
-            if not arguments.is_integer(place) or not 0 <= place < 2**20:
-                expected = f"an integer from 0 to {2**20 - 1}"
-                raise ValueError(f"forced_tokens: got place {place}, expected {expected}")
+        object.__setattr__(self, "forced_tokens", _check_forced_tokens(self.forced_tokens))
         ids = arguments.check_list("forbidden_tokens", self.forbidden_tokens, "a list of ids")
         object.__setattr__(self, "forbidden_tokens", ids)
         name, expected = "forbidden_sequences", "a list of lists of ids"
@@ -94,6 +90,11 @@ class SamplingConfig:
             raise ValueError("forbidden_sequences: got an empty sequence, expected ids in each")
         if self.processor is not None:
             arguments.check_function("processor", self.processor, "prefixes, lengths, logits")
+
+    def list_forced_tokens(self) -> tuple[Mapping[int, int], ...]:
+        """Returns the dictionaries of `forced_tokens`: one for all inputs, or one for each."""
+        given = self.forced_tokens
+        return given if isinstance(given, tuple) else (given or {},)
 
     @functools.cached_property
     def mode(self) -> "SamplingMode":
@@ -107,7 +108,7 @@ class SamplingConfig:
             ngram=int(self.no_repeat_ngram),
             min_length=bool(np.any(np.greater(self.min_new_tokens, 0))),
             bias=bool(self.logit_bias or self.forbidden_tokens or self.vocabulary_mask is not None),
-            forced=bool(self.forced_tokens),
+            forced=any(self.list_forced_tokens()),
             processor=self.processor,
             sequences=tuple(tuple(map(int, sequence)) for sequence in self.forbidden_sequences),
         )
@@ -129,7 +130,7 @@ class SamplingConfig:
         for token in (token for sequence in self.forbidden_sequences for token in sequence):
             _check("forbidden_sequences", token, vocab_size)
         bias = self._bias(vocab_size) if self.mode.bias else None
-        forced = self._forced(vocab_size) if self.mode.forced else None
+        forced = self._forced(batch, vocab_size) if self.mode.forced else None
         return SamplingRows(**values, bias=bias, forced=forced)
 
     def filters(self, batch: int) -> "SamplingRows":
@@ -162,16 +163,21 @@ class SamplingConfig:
             raise ValueError(f"got all {vocab_size} ids forbidden, expected {expected}")
         return bias
 
-    def _forced(self, vocab_size: int) -> Int32[np.ndarray, " F"]:
-        """Returns the forced id of each new token, −1 where none is.
+    def _forced(self, batch: int, vocab_size: int) -> Int32[np.ndarray, "B F"]:
+        """Returns the forced id of each row's new tokens, −1 where none is.
 
         F is a multiple of 8, so that another number of places rarely compiles a new program.
         """
-        places = self.forced_tokens or {}
-        forced = np.full(-(-(max(places) + 1) // 8) * 8, -1, np.int32)
-        for place, token in places.items():
-            forced[place] = _check("forced_tokens", token, vocab_size)
-        return forced
+        given = self.list_forced_tokens()
+        if isinstance(self.forced_tokens, tuple) and len(given) != batch:
+            expected = f"one or {batch} (one per input)"
+            raise ValueError(f"forced_tokens: got {len(given)} values, expected {expected}")
+        last = max(place for places in given for place in places)
+        forced = np.full((len(given), -(-(last + 1) // 8) * 8), -1, np.int32)
+        for row, places in enumerate(given):
+            for place, token in places.items():
+                forced[row, place] = _check("forced_tokens", token, vocab_size)
+        return np.broadcast_to(forced, (batch, forced.shape[1]))
 
 
 _PER_ROW = {
@@ -193,6 +199,19 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "repetition_penalty": (lambda x: 0 < x <= _LARGEST, "a finite number above 0 (1: none)"),
     "min_new_tokens": (lambda value: 0 <= value < 2**31, "an integer of at least 0"),
 }
+
+
+def _check_forced_tokens(given: Any) -> Mapping[int, int] | tuple[Mapping[int, int], ...] | None:
+    """Returns one dictionary, or a tuple with one for each input; raises ValueError for others."""
+    alone, expected = given is None or isinstance(given, Mapping), "a dictionary, or one per input"
+    each = (given or {},) if alone else arguments.check_list("forced_tokens", given, expected)
+    if not all(isinstance(one, Mapping) for one in each):
+        raise ValueError(f"forced_tokens: got {arguments.quote(given)}, expected {expected}")
+    for place in (place for one in each for place in one):
+        if not arguments.is_integer(place) or not 0 <= place < 2**20:
+            expected = f"an integer from 0 to {2**20 - 1}"
+            raise ValueError(f"forced_tokens: got place {place}, expected {expected}")
+    return given if alone else each
 
 
 def _check(name: str, token: int, vocab_size: int) -> int:
@@ -250,7 +269,7 @@ class SamplingRows:
     repetition_penalty: Float[Array, " B"]
     min_new_tokens: Int[Array, " B"]
     bias: Float[Array, " V"] | None = None
-    forced: Int[Array, " F"] | None = None
+    forced: Int[Array, "B F"] | None = None
 
     def with_filters_of(self, other: "SamplingRows") -> "SamplingRows":
         """Returns the rows with the temperature and the filters of others."""
@@ -258,6 +277,5 @@ class SamplingRows:
 
     def repeated(self, copies: int) -> "SamplingRows":
         """Returns the same with each row's values repeated for `copies` rows side by side."""
-        rows = self.replace(bias=None, forced=None)
-        rows = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), rows)
-        return rows.replace(bias=self.bias, forced=self.forced)
+        rows = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), self.replace(bias=None))
+        return rows.replace(bias=self.bias)

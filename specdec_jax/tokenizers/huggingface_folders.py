@@ -208,7 +208,7 @@ def _make_tokenizer_json(
         with places.open_copies(vocab_file, merges_file) as (vocab_copy, merges_copy):
             bpe = tokenizers.models.BPE.from_file(str(vocab_copy), str(merges_copy))
     except Exception as error:  # the library raises plain Exception
-        got = f"no readable vocabulary with merges ({reading.error_reason(error)})"
+        got = f"no readable vocabulary with merges.txt ({reading.error_reason(error)})"
         raise ValueError(f"{vocab_file}: got {got}, expected GPT-2's") from None
     tokenizer = tokenizers.Tokenizer(bpe)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)

@@ -112,11 +112,28 @@ def _read_names(folder: AnyPath, options: dict) -> dict[str, str]:
 _Made = TypeVar("_Made", PieceTableVocabulary, SentencePieceVocabulary)
 
 
-def _make(file: AnyPath, make: Callable[..., _Made], *parts: Any, **options: Any) -> _Made:
-    """Returns what `make` makes; an error names the file."""
+_FILES = {"source_spm": "source.spm", "target_spm": "target.spm"}
+_FILES["target_pieces"] = "target_vocab.json"
+
+
+def _make(
+    file: AnyPath,
+    make: Callable[..., _Made],
+    *parts: Any,
+    model: str = _FILES["source_spm"],
+    **options: Any,
+) -> _Made:
+    """Returns what `make` makes; an error names the file, or that of the part that is unsound.
+
+    `model` is the name of the file of the SentencePiece model.
+    """
     try:
         return make(*parts, **options)
     except ValueError as error:
+        part, _, rest = str(error).partition(": ")
+        if part in _FILES:
+            name = model if part == "source_spm" else _FILES[part]
+            raise ValueError(f"{file.parent / name}: {rest}") from None
         raise ValueError(f"{file}: {error}") from None
 
 
@@ -196,7 +213,8 @@ def _finish(
     given |= _read_names(folder, options)
     given |= {"special": special, "languages": read_languages(folder, options, kind, codes)}
     model = _read_bytes(folder / _FAIRSEQ)
-    return _make(file, PieceTableVocabulary.make, table | added, model, **given)
+    make = PieceTableVocabulary.make
+    return _make(file, make, table | added, model, model=_FAIRSEQ, **given)
 
 
 def _open_pegasus(folder: AnyPath, options: dict) -> PieceTableVocabulary:
@@ -211,7 +229,8 @@ def _open_pegasus(folder: AnyPath, options: dict) -> PieceTableVocabulary:
     added = _list_added(folder, options, table)
     given: dict[str, Any] = _read_names(folder, options)
     given["special"] = [*special, *added]
-    return _make(file, PieceTableVocabulary.make, table | added, _read_bytes(file), **given)
+    make = PieceTableVocabulary.make
+    return _make(file, make, table | added, _read_bytes(file), model=_PEGASUS, **given)
 
 
 def _list_added(folder: AnyPath, options: dict, table: dict[str, int]) -> dict[str, int]:

@@ -4,11 +4,12 @@ Marian, M2M-100, mBART, NLLB and Pegasus have it.
 """
 
 import base64
+import contextlib
 import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from specdec_jax.files import reading
@@ -59,7 +60,10 @@ class PieceTableVocabulary(Vocabulary):
         self.size = max(self._pieces) + 1
         tokens = {name: _read_token(name, content.get(name), self._ids) for name in _NAMES}
         self._unknown = tokens["unk_token"]
-        names = {name: _read_token(name, token, self._target_ids) for name, token in tokens.items()}
+        names = tokens
+        if own is not None:
+            with _name_part("target_pieces"):
+                names = {name: _read_token(name, tokens[name], self._target_ids) for name in tokens}
         self._names = {name: self._target_ids[token] for name, token in names.items()}
         if self._ids[tokens["eos_token"]] != self._names["eos_token"]:
             raise ValueError("got two ids of eos_token, expected one for inputs and outputs")
@@ -198,11 +202,21 @@ class PieceTableVocabulary(Vocabulary):
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+@contextlib.contextmanager
+def _name_part(name: str) -> Iterator[None]:
+    """Puts the name of a part before the messages of errors; that of `pieces` is not needed."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}" if name != "pieces" else str(error)) from None
+
+
 def _read_table(name: str, pieces: Any) -> dict[str, int]:
     """Returns the ids of pieces; raises ValueError for anything else."""
-    if not isinstance(pieces, dict) or not pieces:
-        raise ValueError(f"got {name} {quote_value(pieces)}, expected an object with their ids")
-    checks.check_ids(pieces.items())
+    with _name_part(name):
+        if not isinstance(pieces, dict) or not pieces:
+            raise ValueError(f"got {quote_value(pieces)}, expected an object of pieces with ids")
+        checks.check_ids(pieces.items())
     return pieces
 
 
@@ -216,8 +230,9 @@ def _read_token(name: str, token: Any, table: Mapping[str, int]) -> str:
 
 def _read_model(name: str, text: Any) -> SentencePieceVocabulary:
     """Returns a SentencePiece model from base64; raises ValueError for anything else."""
-    try:
-        model = base64.b64decode(str(text))
-    except ValueError as error:
-        raise ValueError(f"got {name} that is no base64 ({error})") from None
-    return SentencePieceVocabulary(model, needs_eos=False)
+    with _name_part(name):
+        try:
+            model = base64.b64decode(str(text))
+        except ValueError as error:
+            raise ValueError(f"got no base64 ({error}), expected a SentencePiece model") from None
+        return SentencePieceVocabulary(model, needs_eos=False)

@@ -31,7 +31,9 @@ class RunConfig:
       dtype: float32 or bfloat16 (default: float32 on a CPU, bfloat16 on an accelerator)
     """
 
-    output_dir: str = make_option("", "folder of the run; a run that is there is resumed")
+    output_dir: str = make_option(
+        "", "folder of the run, here or at a URL; a run that is there is resumed"
+    )
     validation_files: tuple[str, ...] = ()
     data_dir: str = make_option("", "folder to which the names of the files are relative")
     steps: int = 2000
@@ -45,6 +47,12 @@ class RunConfig:
     save_every: int = make_option(100, "steps between two checkpoints")
     evaluate_every: int = make_option(200, "steps between two validations")
     dtype: str | None = None
+    source_language: str | None = make_option(
+        None, "code of the sources' language, for a model with several (default: the tokenizer's)"
+    )
+    target_language: str | None = make_option(
+        None, "code of the outputs' language, for a model with several"
+    )
 
     def paths(self, name: str) -> list[AnyPath]:
         """Returns the paths of the files in the field `name`, within `data_dir`."""
@@ -85,8 +93,7 @@ class ExamplesConfig(RunConfig):
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         for name in ("train_files", "validation_files"):
             self.expect(name, len(getattr(self, name)) > 0, "at least one file")
-        is_here = bool(self.output_dir) and not places.is_remote(self.output_dir)
-        self.expect("output_dir", is_here, "a folder on this machine for the run")
+        self.expect("output_dir", bool(self.output_dir), "a folder for the run")
         for name in ("steps", "log_every", "save_every", "evaluate_every"):
             self.expect(name, getattr(self, name) >= 1, "at least 1")
         self._set_schedule("warmup_steps", 20, self.decay_steps)
@@ -130,12 +137,6 @@ class TeacherConfig(RunConfig):
         "loss",
         "how the best parameters are chosen: by validation loss, acceptance (alpha at temperature"
         " 1) or agreement (at 0)",
-    )
-    source_language: str | None = make_option(
-        None, "code of the sources' language, for a model with several (default: the tokenizer's)"
-    )
-    target_language: str | None = make_option(
-        None, "code of the outputs' language, for a model with several"
     )
     masks: int = make_option(
         0,

@@ -7,7 +7,6 @@ states at the last 0, 1, 2 … of them, as while drafting.
 
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +19,12 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.backends.tree_positions import Nodes
 from specdec_jax.checkpoints import loader
 from specdec_jax.drafters.eagle import EagleDrafter
+from specdec_jax.files import mirrors
 from specdec_jax.files.progress import print_line
 from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.eagle import EagleConfig, StateProjections, init_projections
+from specdec_jax.models.family import ModelConfig, check_encoder, check_uses_backend
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.t5 import T5Config, check_t5
 from specdec_jax.speculative.drafter import check_model
 from specdec_jax.training import losses, optimizer, train
 from specdec_jax.training.batches import Batch
@@ -76,7 +76,7 @@ class EagleTrainConfig(ExamplesConfig):
         finite = 0 <= self.model_learning_rate < float("inf")
         self.expect("model_learning_rate", finite, "at least 0")
 
-    def model_config(self, target: T5Config) -> TrainConfig:
+    def model_config(self, target: ModelConfig) -> TrainConfig:
         """Returns the settings by which a model of the target's shape would be trained."""
         rounding = dict(dtype="float32", matmul_dtype=self.matmul_dtype, dropout_rate=0.0)
         # Validation begins at step 0, with the drafter as it was.
@@ -212,26 +212,31 @@ class EagleRun(train.Run):
         drafter: LanguageModel,
         saved: Checkpoints,
     ):
-        config = settings.model_config(check_t5("target", target.config))
+        config = settings.model_config(train.check_target(target.config))
+        check_encoder("drafter", drafter.config)
+        for name, shape in (("target", target.config), ("drafter", drafter.config)):
+            train.check_lengths(config, name, shape)
+        check_uses_backend(drafter.config, "a drafter that reads the target's states")
+        ids = RunVocabulary.from_model(target, "target")
         self.settings, self.config, self.saved = settings, config, saved
         self.target, self.drafter = target, drafter
         network = train.set_dtype(config, config.model)
         rounding = dict(dtype=network.dtype, matmul_dtype=network.matmul_dtype, dropout_rate=0.0)
-        model = check_t5("drafter", drafter.config).replace(**rounding)
+        model = drafter.config.replace(**rounding)
         self.shape = EagleConfig(network.emb_dim, model.emb_dim, model.dtype, model.matmul_dtype)
         self.objective: Any = EagleObjective(
             model.module(),
             settings.label_smoothing,
             teacher=network.module(),
             distill_weight=settings.soft_weight,
-            start_token=target.start_token,
+            start_token=train.choose_start(config, ids),
             projections=StateProjections(self.shape),
             depth=settings.depth,
             depth_weight=settings.depth_weight,
         )
         self.optimizer = make_optimizer(config, settings.model_learning_rate)
         self.teacher_params = target.params
-        self.read(RunVocabulary.from_model(target, "target"))
+        self.read(ids)
 
     @staticmethod
     def fixed(settings: dict) -> dict:
@@ -247,7 +252,7 @@ class EagleRun(train.Run):
 
     def export(self) -> None:
         """Writes the drafter that agreed best with the target on the validation files."""
-        output, drafter = pathlib.Path(self.config.output_dir).absolute(), self.drafter
+        path, drafter = self.config.output_dir, self.drafter
         params = self.saved.restore_best(train.make_abstract_state(self.init))
         model = LanguageModel(
             drafter.config,
@@ -259,8 +264,8 @@ class EagleRun(train.Run):
             encoder_fingerprint=drafter.encoder_fingerprint,
         )
         eagle = EagleDrafter(model, self.target, params["projections"])
-        eagle.save(output / "eagle", dtype="bfloat16")
-        print_line(f"wrote {output / 'eagle'}")
+        eagle.save(mirrors.find_folder(path) / "eagle", dtype="bfloat16")
+        print_line(f"wrote {mirrors.name_inside(path, 'eagle')}")
 
 
 def make_optimizer(config: TrainConfig, model_rate: float) -> optax.GradientTransformation:
@@ -291,7 +296,7 @@ def fit(settings: EagleTrainConfig, on_start: Callable[[], object] = lambda: Non
 
     def make_run(saved: Checkpoints) -> EagleRun:
         for name, model in (("target", target), ("drafter", drafter)):
-            path = pathlib.Path(settings.output_dir, f"{name}_fingerprint")
+            path = mirrors.find_folder(settings.output_dir) / f"{name}_fingerprint"
             record_target(path, name, model, saved.step)
         return EagleRun(settings, target, drafter, saved)
 

@@ -6,7 +6,6 @@ or with the target's own distributions as soft targets.
 
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +16,14 @@ import optax
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import converter, loader
 from specdec_jax.drafters.heads import HeadsDrafter
+from specdec_jax.files import mirrors
 from specdec_jax.files.progress import print_line
 from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_weight, init_params
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
-from specdec_jax.models.t5 import T5Config, check_t5
+from specdec_jax.models.t5 import T5Config
 from specdec_jax.training import losses, optimizer, train
 from specdec_jax.training.batches import Batch
 from specdec_jax.training.config import ExamplesConfig, TrainConfig
@@ -86,7 +86,7 @@ class HeadsTrainConfig(ExamplesConfig):
         """Whether the target is trained too."""
         return self.backbone_learning_rate > 0
 
-    def model_config(self, target: T5Config) -> TrainConfig:
+    def model_config(self, target: ModelConfig) -> TrainConfig:
         """Returns the settings by which a model of the target's shape would be trained."""
         rounding = dict(dtype="float32", matmul_dtype=self.matmul_dtype, dropout_rate=0.0)
         model = target.replace(**rounding)
@@ -181,18 +181,17 @@ class HeadsRun(train.Run):
     assess = staticmethod(assess_heads)
 
     def __init__(self, settings: HeadsTrainConfig, target: LanguageModel, saved: Checkpoints):
-        self.shape = check_t5("target", target.config)
-        if self.shape.encoder_dim is not None:
-            got = f"got {target.name}, which reads another's encoder output"
-            raise ValueError(f"target: {got}, expected an encoder")
+        self.shape = train.check_target(target.config)
         config = settings.model_config(self.shape)
+        train.check_lengths(config, "target", self.shape)
+        ids = RunVocabulary.from_model(target, "target")
         self.settings, self.config, self.saved, self.target = settings, config, saved, target
         network = train.set_dtype(config, config.model)
         self.objective: Any = HeadsObjective(
             network.module(),
             settings.label_smoothing,
             distill_weight=settings.soft_weight,
-            start_token=target.start_token,
+            start_token=train.choose_start(config, ids),
             heads=Heads(settings.heads_config(network)),
             backbone_weight=settings.backbone_weight,
         )
@@ -203,7 +202,7 @@ class HeadsRun(train.Run):
             backbone = optimizer.make_optimizer(dataclasses.replace(config, learning_rate=rate))
             optimizers = {"heads": self.optimizer, "target": backbone}
             self.optimizer = optax.partition(optimizers, _label_owners)
-        self.read(RunVocabulary.from_model(target, "target"))
+        self.read(ids)
 
     @staticmethod
     def fixed(settings: dict) -> dict:
@@ -224,18 +223,19 @@ class HeadsRun(train.Run):
 
     def export(self) -> None:
         """Writes the heads, and a trained target, that had the lowest validation loss."""
-        output, target = pathlib.Path(self.config.output_dir).absolute(), self.target
+        path, target = self.config.output_dir, self.target
+        output = mirrors.find_folder(path)
         params = self.saved.restore_best(train.make_abstract_state(self.init))
         if self.settings.trains_backbone:
             shape = target.config.replace(dtype="float32")
             ids = dict(start_token=target.start_token, eos_ids=target.eos_ids, name="target")
             target = LanguageModel(shape, params["target"], target.vocabulary, **ids)
             converter.save(target, output / "target", dtype="bfloat16")
-            print_line(f"wrote {output / 'target'}")
+            print_line(f"wrote {mirrors.name_inside(path, 'target')}")
         heads = self.settings.heads_config(self.shape)
         drafter = HeadsDrafter.for_target(target, heads, params["heads"])
         drafter.save(output / "heads", dtype="bfloat16")
-        print_line(f"wrote {output / 'heads'}")
+        print_line(f"wrote {mirrors.name_inside(path, 'heads')}")
 
 
 def _label_owners(params: dict) -> dict:
@@ -251,7 +251,7 @@ def fit(settings: HeadsTrainConfig, on_start: Callable[[], object] = lambda: Non
     RunVocabulary.from_model(target, "target")  # rejected before there is a folder
 
     def make_run(saved: Checkpoints) -> HeadsRun:
-        path = pathlib.Path(settings.output_dir, "target_fingerprint")
+        path = mirrors.find_folder(settings.output_dir) / "target_fingerprint"
         record_target(path, "target", target, saved.step)
         return HeadsRun(settings, target, saved)
 

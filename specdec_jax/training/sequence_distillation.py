@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from specdec_jax.checkpoints import loader
 from specdec_jax.decoding.checks import SamplingChanges
 from specdec_jax.decoding.continuous_batching import decode_all
+from specdec_jax.files import mirrors
 from specdec_jax.files.progress import Progress
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.arguments import document_fields, make_option
@@ -160,7 +161,7 @@ def plan_jobs(
     Raises:
       ValueError: no source of a part is left.
     """
-    output, first, jobs = pathlib.Path(config.output_dir), 0, []
+    output, first, jobs = mirrors.find_folder(config.output_dir), 0, []
     kinds = {"greedy": 0} if config.greedy else {}
     kinds |= {"sampled": config.samples} if config.samples else {}
     longest = config.buckets[-1]
@@ -194,11 +195,13 @@ def write_outputs(config: DistillConfig, target: LanguageModel, jobs: list[Job])
                         progress.advance()
                         _stop_if_asked(signals, progress)
                     write_file(shard, "".join(lines))
+                    mirrors.copy_folder(config.output_dir)
                     _stop_if_asked(signals, progress)
             if not job.path.exists():
                 write_file(job.path, b"".join(job.shard(start).read_bytes() for start in starts))
             for start in starts:
                 job.shard(start).unlink(missing_ok=True)
+            mirrors.copy_folder(config.output_dir)
 
 
 def _stop_if_asked(signals: list[int], progress: Progress) -> None:

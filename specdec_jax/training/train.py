@@ -1,5 +1,6 @@
 """Trains a model, resumes after a kill, and writes the result."""
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -15,13 +16,13 @@ from jaxtyping import PyTree
 
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import converter, loader, native_format
-from specdec_jax.files import reading
+from specdec_jax.files import mirrors, places, reading
 from specdec_jax.files.places import AnyPath
 from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import lock_folder
 from specdec_jax.models.families import build_config
-from specdec_jax.models.family import ModelConfig
+from specdec_jax.models.family import ModelConfig, check_encoder, check_uses_backend
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import initial_params
 from specdec_jax.training import corpus, losses, run_folder
@@ -79,9 +80,10 @@ def run_to_end(
     Returns the state of the last step. `fixed` picks the settings that must not differ in a run
     that is resumed, and `make_run` makes the run from its checkpoints; `on_start` is as for `fit`.
     """
-    output = pathlib.Path(settings.output_dir).absolute()
-    output.mkdir(parents=True, exist_ok=True)
-    with lock_folder(output):
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(mirrors.open_folder(settings.output_dir))
+        output.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(lock_folder(output))
         saved = Checkpoints(output, resume=True, select=select)
         for line in run_folder.list_changed_settings(settings, output, saved.step, fixed):
             print_line(line)
@@ -127,7 +129,14 @@ def export(
       ValueError: there is no run, or it has saved nothing.
     """
     expect(which in ("best", "newest"), "which", which, "'best' or 'newest'")
-    output, path = pathlib.Path(output_dir).absolute(), pathlib.Path(path)
+    with mirrors.read_folder(output_dir) as output:
+        _export(output_dir, output, places.make_path(path), which, dtype)
+
+
+def _export(
+    output_dir: reading.PathLike, output: pathlib.Path, path: AnyPath, which: str, dtype: str | None
+) -> None:
+    """Does what `export` does, for the run whose files lie in the folder `output`."""
     if not (output / "config.json").is_file():
         raise ValueError(
             f"{output_dir}: got a folder without config.json, expected the folder of a training run"
@@ -174,14 +183,14 @@ class Run:
         self.objective = Objective(
             network.module(),
             config.label_smoothing,
-            start_token=_choose_start(config, ids),
+            start_token=choose_start(config, ids),
             masks=config.masks,
         )
         self.teacher_params = None
         if teacher is not None:
             name = _TEACHER if config.model.encoder_dim is None else _ENCODER
             run_folder.record_target(
-                pathlib.Path(config.output_dir, name), "teacher", teacher, saved.step
+                mirrors.find_folder(config.output_dir) / name, "teacher", teacher, saved.step
             )
             shape = teacher.config.replace(matmul_dtype=config.model.matmul_dtype)
             self.objective = dataclasses.replace(
@@ -215,7 +224,7 @@ class Run:
 
         Returns lines for the user about what was different for the steps before.
         """
-        config, output = self.config, pathlib.Path(self.config.output_dir)
+        config, output = self.config, mirrors.find_folder(self.config.output_dir)
         names = config.train_files + config.validation_files
         paths = config.paths("train_files") + config.paths("validation_files")
         vocabulary = digest([native_format.vocabulary_contents(self.ids.vocabulary)])
@@ -286,12 +295,12 @@ class Run:
 
     def export(self) -> None:
         """Writes the model, and prints which parameters it has."""
-        output, kept = pathlib.Path(self.config.output_dir).absolute(), self.saved.best.best_step()
-        export(output, output / "model")
+        path, kept = self.config.output_dir, self.saved.best.best_step()
+        export(path, mirrors.find_folder(path) / "model")
         which = "the newest parameters"
         if kept is not None:
             which = f"those of step {kept}, the best by {self.config.select}"
-        print_line(f"wrote {output / 'model'}: {which}")
+        print_line(f"wrote {mirrors.name_inside(path, 'model')}: {which}")
 
 
 @jax.jit
@@ -323,6 +332,7 @@ def _take_steps(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
             saved = bool(signals) or done == config.steps or done % config.save_every == 0
             if saved:
                 run.save(state, done)
+                mirrors.copy_folder(config.output_dir)
             if saved and signals:
                 reporter.message(
                     f"interrupted: step {done} is saved; the same command resumes from there"
@@ -392,7 +402,7 @@ def check_files(config: ExamplesConfig, kind: str) -> None:
     for name in ("train_files", "validation_files"):
         for path in config.paths(name):
             expect(path.is_file(), name, str(path), kind)
-    output = pathlib.Path(config.output_dir)
+    output = places.make_path(config.output_dir)
     config.expect("output_dir", output.is_dir() or not output.exists(), "a folder, or none yet")
 
 
@@ -451,7 +461,7 @@ def _choose_vocabulary(config: TrainConfig, teacher: LanguageModel | None) -> Ru
         given[path] = RunVocabulary.from_checkpoint(path, "initialise_from")
     files = config.paths("train_files")
     make = functools.partial(corpus.train_vocabulary, config.corpus, files, size)
-    output = pathlib.Path(config.output_dir)
+    output = mirrors.find_folder(config.output_dir)
     return choose_vocabulary(config.vocabulary, output, size, given, config.corpus, make)
 
 
@@ -467,7 +477,20 @@ def check_lengths(config: TrainConfig, name: str, shape: ModelConfig) -> None:
         expect(enough, name, f"{positions} positions", f"at least {option} = {length}")
 
 
-def _choose_start(config: TrainConfig, ids: RunVocabulary) -> int:
+def check_target(shape: ModelConfig) -> ModelConfig:
+    """Returns the shape of a target whose states a run reads; raises ValueError for another."""
+    check_encoder("target", shape)
+    check_uses_backend(shape, "training on its states")
+    if shape.encoder_dim is not None:
+        got = "a model that reads another's encoder output"
+        raise mismatch_error("target", got, "one with an encoder")
+    if not shape.shares_vocabulary:
+        expected = "one vocabulary for inputs and outputs"
+        raise mismatch_error("target", "a model with separate vocabularies", expected)
+    return shape
+
+
+def choose_start(config: TrainConfig, ids: RunVocabulary) -> int:
     """Returns what decoders are fed first: a language's token where that is the start token."""
     languages = ids.vocabulary.languages
     if languages is None or languages.target != "start" or config.target_language is None:

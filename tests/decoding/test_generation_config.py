@@ -79,7 +79,7 @@ def test_transformers_distribution(name, tmp_path):
         padded[row, : len(ids)] = ids
     start, ones = np.full((4, 1), model.start_token, np.int32), np.ones(4, np.int32)
     logits = model.logits(padded, start, list(map(len, inputs)))
-    rows = dataclasses.replace(plan.rows, **plan.shared)
+    rows = dataclasses.replace(plan.rows, bias=plan.bias)
     dist = distributions.standardize(
         logits, Context(start, ones, ones, np.full((4, 4), -1)), rows, plan.config.mode
     )
@@ -187,10 +187,8 @@ def test_beams_of_a_model_that_samples_by_default(plain, monkeypatch):
 
 
 def test_other_defaults_that_depend_on_the_rows(ruled, plain, monkeypatch):
-    with pytest.raises(
-        UnsupportedCombination, match="forced_bos_token_id: got a default for inputs of which some"
-    ):
-        sd.generate(ruled, INPUTS, decoder_prefix=[[], [3], [], []])
+    mixed = plan_decoding(ruled, INPUTS, decoder_prefix=[[], [3], [], []])
+    assert mixed.rows.forced[:, 0].tolist() == [7, -1, 7, 7]
     assert set(sd.generate(ruled, INPUTS, decoder_prefix=[[3]] * 4).tokens[:, 0]) != {7}
     with pytest.raises(
         ValueError,
@@ -198,11 +196,8 @@ def test_other_defaults_that_depend_on_the_rows(ruled, plain, monkeypatch):
     ):
         sd.generate(ruled, INPUTS, decoder_prefix=[[3] * 6] * 4)
     monkeypatch.setattr(plain, "generation_config", ModelDefaults(forced_eos_token_id=1))
-    with pytest.raises(
-        UnsupportedCombination,
-        match="forced_eos_token_id: got a default for inputs with 2 different",
-    ):
-        sd.generate(plain, INPUTS, max_new_tokens=[5, 6, 5, 6])
+    result = sd.generate(plain, INPUTS, max_new_tokens=[3, 4, 3, 4], eos_ids=())
+    assert result.tokens[[0, 1, 2, 3], [2, 3, 2, 3]].tolist() == [1] * 4
 
 
 READ = [

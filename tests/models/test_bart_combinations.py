@@ -5,6 +5,7 @@ Each way of decoding gives plain decoding's tokens, on the small models that tra
 
 import functools
 
+import golden_mesh_run
 import numpy as np
 import pytest
 from golden_bart import NAMES, decode, draft, golden, load, plain_options
@@ -91,6 +92,14 @@ def test_continuous_batching_keeps_the_tokens(name):
     assert [found[number] for number in range(8)] == expected * 2
 
 
-def test_heads_and_t5x_are_for_t5s():
+def test_meshes_give_the_same_tokens():
+    """Learned and sinusoidal positions, biases of the logits, and two embeddings."""
+    names = "bart", "marian_separate"
+    for name, found in golden_mesh_run.run(*(GOLDEN / "hf_bart" / name for name in names)).items():
+        expected = golden_mesh_run.expect(golden(name))
+        assert found == dict.fromkeys(golden_mesh_run.MESHES, expected), name
+
+
+def test_t5x_is_for_t5s():
     with pytest.raises(ValueError, match="target: got a BartConfig, expected a T5"):
         check_t5("target", load("bart").config)

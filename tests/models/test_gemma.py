@@ -5,13 +5,9 @@
 
 import functools
 import json
-import os
-import pathlib
 import shutil
-import subprocess
-import sys
 
-import gemma_mesh_run
+import golden_mesh_run
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -246,19 +242,8 @@ def test_accelerators_layouts_of_caches_give_the_same_tokens(name, platform):
 @pytest.mark.slow
 def test_meshes_that_divide_the_heads_of_keys_give_the_same_tokens():
     names = "gemma2_plain", "t5gemma_plain", "t5gemma2"
-    script = pathlib.Path(gemma_mesh_run.__file__)
-    paths = str(GOLDEN.parents[1]), str(script.parent), os.environ.get("PYTHONPATH", "")
-    run = subprocess.run(
-        [sys.executable, str(script), *(str(GOLDEN / "hf_gemma" / name) for name in names)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    for name, found in json.loads(run.stdout.splitlines()[-1]).items():
-        rows = [row[row >= 0][: gemma_mesh_run.LENGTH] for row in golden(name)["greedy"]]
-        expected = [row.tolist() for row in rows]
+    for name, found in golden_mesh_run.run(*(GOLDEN / "hf_gemma" / name for name in names)).items():
+        expected = golden_mesh_run.expect(golden(name))
         for mesh, tokens in found.items():
             if name == "t5gemma2" and mesh != "4x1":
                 assert "2 devices on the model axis for num_kv_heads = 1" in tokens

@@ -20,6 +20,7 @@ from specdec_jax.backends.sharding import AXES, RULES, ShardingRules
 from specdec_jax.checkpoints import loader, weights
 from specdec_jax.commands import main
 from specdec_jax.models import parameters
+from specdec_jax.models.bart import BartConfig
 from specdec_jax.models.gpt import GPTConfig
 
 SUPPORT = pathlib.Path(__file__).parents[1] / "support"
@@ -217,6 +218,9 @@ def test_parameters_follow_the_rules_of_their_logical_axes():
         get_spec("decoder/layers_0/mlp/wi/bias", 32) == ("model",)
         and get_spec("decoder/layers_0/mlp/wo/bias", 16) == ()
     )
+    assert get_spec("decoder/logits_bias", 64) == ("model",)
+    assert get_spec("decoder/logits_bias", 65) == (None,), "like the vocabulary"
+    assert get_spec("decoder/position_embedder/embedding", 64, 16) == (None, None)
     assert get_spec("token_embedder/embedding", 64, 16) == ("model", None)
     assert get_spec("token_embedder/embedding", 50257, 16) == (None, None), (
         "whole where it is no whole number of parts"
@@ -231,6 +235,9 @@ def test_parameters_follow_the_rules_of_their_logical_axes():
         )
     ]
     names += parameters.parameter_shapes(TINY)
+    shape = dict(emb_dim=16, num_heads=4, num_encoder_layers=1, num_decoder_layers=1, mlp_dim=32)
+    config = BartConfig(64, **shape, encoder_vocab_size=48, logits_via_embedding=False)
+    names += parameters.parameter_shapes(config)
     unknown = {
         name.split("/")[-1]
         for name in names

@@ -267,8 +267,10 @@ def test_a_context_counts_from_its_rows_lengths():
         np.zeros((2, 9), np.int32), as_ids(2, 5), as_ids(1, 3), np.full((2, 1), -1, np.int32)
     )
     np.testing.assert_array_equal(context.prefix_lengths(3), [[2, 3, 4], [5, 6, 7]])
-    forced = processors.force(jnp.zeros((2, 3, 4)), context, jnp.array([-1, 2, -1, 3]))
-    np.testing.assert_array_equal(jnp.sum(jnp.isneginf(forced), axis=-1), [[3, 0, 3], [0, 3, 0]])
+    places = jnp.array([[-1, 2, -1, 3], [0, -1, 1, -1]])
+    forced = processors.force(jnp.zeros((2, 3, 4)), context, places)
+    np.testing.assert_array_equal(jnp.sum(jnp.isneginf(forced), axis=-1), [[3, 0, 3], [3, 0, 0]])
+    np.testing.assert_array_equal(jnp.argmax(forced, axis=-1), [[2, 0, 3], [1, 0, 0]])
 
 
 def test_a_processor_of_the_wrong_shape_is_rejected():

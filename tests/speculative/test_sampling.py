@@ -298,8 +298,12 @@ def test_tables_over_the_vocabulary():
         vocabulary_mask=[True, True, True, True, False],
     )
     np.testing.assert_array_equal(config.rows(2, 5).bias, [1.5, -np.inf, 0, -np.inf, -np.inf])
-    forced = SamplingConfig(forced_tokens={0: 4, 8: 0}).rows(1, 5).forced
-    np.testing.assert_array_equal(forced, [4] + [-1] * 7 + [0] + [-1] * 7)
+    forced = SamplingConfig(forced_tokens={0: 4, 8: 0}).rows(2, 5).forced
+    np.testing.assert_array_equal(forced, [[4] + [-1] * 7 + [0] + [-1] * 7] * 2)
+    forced = SamplingConfig(forced_tokens=[{1: 4}, {}]).rows(2, 5).forced
+    np.testing.assert_array_equal(forced, [[-1, 4] + [-1] * 6, [-1] * 8])
+    with pytest.raises(ValueError, match="forced_tokens: got 2 values, expected one or 3"):
+        SamplingConfig(forced_tokens=[{1: 4}, {}]).rows(3, 5)
     assert SamplingConfig().rows(1, 5).bias is None and SamplingConfig().rows(1, 5).forced is None
 
 

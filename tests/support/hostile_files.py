@@ -16,6 +16,8 @@ import sys
 import time
 
 import fsspec
+import golden_languages
+import hostile_languages
 import make_checkpoints as make
 import numpy as np
 import stores
@@ -56,6 +58,8 @@ def write_bases(folder: pathlib.Path) -> None:
     (folder / "table").mkdir()
     NGramDrafter.count([[3, 4, 5], [3, 4]], 8, 2).save(folder / "table" / "table.npz")
     SuffixDrafter.save_texts(folder / "table" / "texts.suffix", [[3, 4, 5], [3, 4]], 8)
+    for base in {case.base for case in hostile_languages.ALL.values()}:
+        golden_languages.copy_folder(base, folder / base)
 
 
 @functools.cache
@@ -70,6 +74,7 @@ def read(how: str, folder: pathlib.Path) -> None:
     """
     import specdec_jax as sd
     from specdec_jax.commands import main as main_command
+    from specdec_jax.tokenizers import huggingface_folders
 
     if how.startswith("remote "):
         fsspec.filesystem("memory").store.clear()
@@ -77,6 +82,8 @@ def read(how: str, folder: pathlib.Path) -> None:
         return read(how.removeprefix("remote "), make_path("memory://hostile/model"))
     if how == "load":
         sd.load(folder, "float32")
+    elif how == "tokenizer":
+        huggingface_folders.open_folder(folder, (0,))
     elif how == "heads":
         sd.HeadsDrafter.load(folder, target())
     elif how == "table":

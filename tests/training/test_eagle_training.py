@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eagle_models import V, eagle, model, target
+from eagle_models import V, eagle, model, random_eagle, target
+from tiers import parametrize
 from toy_training import TINY, random_params
 
 import specdec_jax as sd
 from specdec_jax.models import heads
+from specdec_jax.models.bart import BartConfig
 from specdec_jax.models.eagle import StateProjections
 from specdec_jax.tokenizers import vocabularies
 from specdec_jax.training import eagle as training_eagle
@@ -28,31 +30,49 @@ def batch():
     return inputs, targets
 
 
-def make_objective(**settings):
+@functools.cache
+def bart(width):
+    shape = dict(num_heads=2, num_encoder_layers=1, num_decoder_layers=2, mlp_dim=32)
+    config = BartConfig(V, width, **shape, num_positions=16, scale_embedding=True)
+    return sd.LanguageModel.random(config, width)
+
+
+@functools.cache
+def bart_eagle():
+    return random_eagle(bart(24), bart(16))
+
+
+def make_objective(teacher=None, drafter=None, **settings):
+    drafter = drafter or eagle(0.3)
     return training_eagle.EagleObjective(
-        model().config.module(),
-        teacher=target().config.module(),
-        projections=StateProjections(eagle(0.3).network.module.config),
+        drafter.model.config.module(),
+        teacher=(teacher or target()).config.module(),
+        projections=StateProjections(drafter.network.module.config),
         depth=DEPTH,
         **settings,
     )
 
 
-def make_params():
-    own = heads.unpack(eagle(0.3).network.params)
-    return {"model": model().params, "projections": own}
+def make_params(drafter=None):
+    drafter = drafter or eagle(0.3)
+    own = heads.unpack(drafter.network.params)
+    return {"model": drafter.model.params, "projections": own}
 
 
-def test_unrolled_states_are_those_of_drafting():
+@parametrize("family", ["t5", "bart"], first=1)
+def test_unrolled_states_are_those_of_drafting(family):
     """Depth i at position t: pairs up to t − i were committed, the last i tokens were drafted."""
-    (inputs, targets), network = batch(), eagle(0.3).network
+    own_target, drafter = (target(), eagle(0.3)) if family == "t5" else (bart(24), bart_eagle())
+    (inputs, targets), network = batch(), drafter.network
     fed, mask = np.maximum(inputs, 0), inputs >= 0
     tokens = np.maximum(np.pad(targets[:, :-1], ((0, 0), (1, 0))), 0)
-    teacher = functools.partial(target().config.module().apply, {"params": target().params})
+    module = own_target.config.module()
+    teacher = functools.partial(module.apply, {"params": own_target.params})
     encoded = teacher(fed, mask, method="encode")
     states = teacher(fed, mask, tokens, True, encoded, method="states")
-    given = make_params(), fed, mask, tokens, encoded, states
-    found = jax.jit(lambda *arrays: training_eagle._unroll(*arrays, make_objective()))(*given)
+    given, objective = make_params(drafter), make_objective(own_target, drafter)
+    given = given, fed, mask, tokens, encoded, states
+    found = jax.jit(lambda *arrays: training_eagle._unroll(*arrays, objective))(*given)
 
     shifted = np.pad(np.asarray(states)[:, :-1], ((0, 0), (1, 0), (0, 0)))
     cache = jax.jit(lambda n: n.model.prefill(fed, mask.sum(axis=1, dtype=np.int32), T))(network)
