@@ -18,7 +18,8 @@ class Nodes:
 
     Attributes:
       starts: `[B]` int32, the slot of the first node; node t is written to slot `starts[b] + t`.
-      positions: `[B, T]` int32, the position of each node in its sequence, from 0.
+      positions: `[B, T]` int32, the position of each node in its sequence, from 0; in plain XLA
+        `[1, T]` where all trees are alike, and `paths` too.
       paths: `[B, T, P]` int32, by position: the slots of a node's ancestors, then its own slot,
         then anything.
     """

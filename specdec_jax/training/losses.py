@@ -182,7 +182,10 @@ def sum_metrics(
     if teacher_logits is not None:
         log_p = jax.nn.log_softmax(teacher_logits / objective.distill_temperature)
         divergence = DIVERGENCES[objective.divergence](log_p, logits - log_z[..., None])
-        loss = (1 - objective.distill_weight) * loss + objective.distill_weight * divergence
+        weight = objective.distill_weight
+        # At 1 the gradient is not computed through a part that counts nothing: that of one logit a
+        # token would be another array of the logits' size.
+        loss = divergence if weight == 1 else (1 - weight) * loss + weight * divergence
     return Metrics(jnp.sum(loss * weights), jnp.sum(nll * weights), jnp.sum(weights))
 
 
