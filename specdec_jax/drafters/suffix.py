@@ -223,8 +223,7 @@ class SuffixDrafter(ContinuationDrafter):
             ids = read_ids(self.text, places.places[..., None] + jnp.arange(length))
             found.append((ids, places.match + places.equal))
         ids, strength = (jnp.concatenate(parts, axis=1) for parts in zip(*found))
-        # A passage ends where its sequence ends.
-        ids = jnp.where(jnp.cumprod(ids > 0, axis=2) > 0, ids - 1, -1)
+        ids -= 1  # −1 at the end of a sequence, where a passage ends
         weights = jnp.where(strength > 0, jnp.exp2(strength.astype(jnp.float32)), 0)
         drafted = follow_passages(ids, weights, count, self.least_share)
         agrees = (ids[:, None, :, 0] == drafted[:, :, :1]) & (drafted[:, :, :1] >= 0)

@@ -199,7 +199,7 @@ def test_cross_attention(K):
 
 
 @pytest.mark.parametrize(
-    "K, L, scale", [(8, 21, 1.0), (20, 21, 1.0), (64, 21, 1.0), (20, 450, 1.0), (20, 40, 30.0)]
+    "K, L, scale", [(8, 21, 1.0), (20, 21, 1.0), (64, 21, 1.0), (20, 450, 1.0), (20, 40, 100.0)]
 )
 def test_encoder_attention(K, L, scale):
     """The longest takes more than one part of the queries and of the keys.
@@ -233,7 +233,7 @@ def test_encoder_attention(K, L, scale):
     if scale == 1:
         close(whole, expected.reshape(whole.shape))
     else:
-        np.testing.assert_allclose(whole, expected.reshape(whole.shape), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(whole, expected.reshape(whole.shape), rtol=0, atol=5e-4)
     for b, n in enumerate(lengths):
         size = min(n + 1, L)
         alone = run(qkv[[b], :size], bias[:, L - size : L + size - 1], lengths[[b]])

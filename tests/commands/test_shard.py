@@ -36,6 +36,7 @@ def test_parts_join_into_what_one_run_gives(specdec, sentences, tmp_path, flags)
     for part, file in enumerate(files):
         generate(specdec, source, *flags, f"--shard={part}/2", f"--output_file={file}")
     assert "".join(file.read_text() for file in files) == whole
+    assert generate(specdec, source, *flags, "--shard=1/2") == files[1].read_text(), "if printed"
 
 
 @slow

@@ -366,6 +366,17 @@ def test_a_mapped_file_takes_no_memory_of_its_own(tmp_path):
     assert memory() - before < 5e6 < path.stat().st_size / 2
 
 
+def test_a_file_with_another_id_is_rejected(tmp_path):
+    path = tmp_path / "a.suffix"
+    sd.SuffixDrafter.save_texts(path, [[4, 5, 6]], 10)
+    content = bytearray(path.read_bytes())
+    assert content[4096] == 5  # the first id, plus 1, after a page
+    content[4096] = 7
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="a.suffix: got a damaged file .the checksum"):
+        sd.SuffixDrafter.load(path)
+
+
 def test_files_of_other_vocabularies_are_rejected(target, tmp_path):
     path = tmp_path / "a.suffix"
     sd.SuffixDrafter.save_texts(path, [[3, 4]], V + 1, Words())

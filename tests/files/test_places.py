@@ -179,6 +179,16 @@ def test_copies_are_removed_with_what_reads_them(tmp_path, monkeypatch):
     assert not there.exists()
 
 
+def test_a_copy_that_is_cut_short_is_rejected(tmp_path):
+    upload_texts("memory://s/m", a="12345")
+    for size in (None, 5):
+        make_path("memory://s/m").download({"a": size}, tmp_path)
+    for size in (4, 9):
+        with pytest.raises(ValueError) as error:
+            make_path("memory://s/m").download({"a": size}, tmp_path)
+        one_line(error, f"memory://s/m/a: got 5 bytes, expected {size}", "truncated?")
+
+
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "a\\..\\x", "a\nb"])
 def test_a_name_that_leads_out_of_a_folder_is_not_copied(name, tmp_path, monkeypatch, store):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
