@@ -62,7 +62,9 @@ class EagleTrainConfig(ExamplesConfig):
     decay_steps: int | None = None
     learning_rate: float = make_option(0.001, "learning rate of Adam, for the projections")
     model_learning_rate: float = make_option(
-        0.0002, "learning rate of Adam, for the drafting model; 0: it stays as it is"
+        0.002,
+        "for the drafting model: size of a step relative to the root mean square of the array it"
+        " changes; 0: it stays as it is",
     )
     label_smoothing: float = make_option(0.0, "probability that is spread over the vocabulary")
     soft_weight: float = 1.0
@@ -270,17 +272,16 @@ class EagleRun(train.Run):
 
 
 def make_optimizer(config: TrainConfig, model_rate: float) -> optax.GradientTransformation:
-    """Returns Adam for the projections, and Adam with another rate for the drafting model."""
+    """Returns Adam for the projections, and the optimiser of models for the drafting model.
 
-    def make(config: TrainConfig) -> optax.GradientTransformation:
-        return optax.adam(functools.partial(optimizer.learning_rate, config), b2=0.98)
-
+    The projections begin at 0, so that no step can be relative to their size.
+    """
+    adam = optax.adam(functools.partial(optimizer.learning_rate, config), b2=0.98)
     model = optax.set_to_zero()
     if model_rate:
-        model = make(dataclasses.replace(config, learning_rate=model_rate))
-    optimizers = {"projections": make(config), "model": model}
-    owners = optax.partition(optimizers, {name: name for name in optimizers})
-    return optax.chain(optax.clip_by_global_norm(1.0), owners)
+        model = optimizer.make_optimizer(dataclasses.replace(config, learning_rate=model_rate))
+    optimizers = {"projections": optax.chain(optax.clip_by_global_norm(1.0), adam), "model": model}
+    return optax.partition(optimizers, {name: name for name in optimizers})
 
 
 @isolated

@@ -2,7 +2,9 @@
 
 import functools
 import json
+import pathlib
 
+import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -210,3 +212,14 @@ def test_bad_settings(change, message, tmp_path):
     files = dict(train_files="a.tsv", validation_files="b.tsv", output_dir=str(tmp_path))
     with pytest.raises(ValueError, match=message):
         training_eagle.EagleTrainConfig(target="t", drafter="d", **files, **change)
+
+
+def test_the_configuration_of_the_bundled_pair(tmp_path):
+    path = pathlib.Path(__file__).parents[2] / "configs/train/ende_eagle.gin"
+    gin.clear_config()
+    bindings = [f"DATA_DIR = '{tmp_path}'", f"OUTPUT_DIR = '{tmp_path}'"]
+    gin.parse_config_files_and_bindings([str(path)], bindings)
+    config = gin.get_configurable(training_eagle.EagleTrainConfig)()
+    gin.clear_config()
+    assert {config.target, config.drafter} <= set(sd.bundled())
+    assert (config.depth, config.soft_weight, config.steps) == (4, 1.0, 4600)
