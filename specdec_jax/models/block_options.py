@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
+from specdec_jax.backends.axes import Rotation
 from specdec_jax.backends.backend import Backend
 from specdec_jax.backends.xla import AttentionShape
 from specdec_jax.models.layers import NORMS, Dense, Embedder, NoNorm
@@ -116,6 +118,17 @@ class BlockOptions:
     def find_kind(self, layer: int) -> LayerKind:
         """Returns what is a layer's own."""
         return self.layer_kinds[layer % len(self.layer_kinds)]
+
+    def make_rotation(
+        self, kind: LayerKind, places: Int[Array, "*N"], packed: bool
+    ) -> Rotation | None:
+        """Returns the rotation of a kind of layers at positions; None: there is none.
+
+        `packed` as for `Rotary.rotation`.
+        """
+        if kind.rotary is None:
+            return None
+        return kind.rotary.rotation(places, self.head_dim, self.dtype, packed)
 
     def make_norm(self, packed: bool = False, name: str | None = None) -> nn.Module:
         """Makes a norm; `packed` as for `layers.RMSNorm`."""

@@ -96,18 +96,16 @@ class EncoderLayer(nn.Module):
     kind: LayerKind = LayerKind()
 
     @nn.compact
-    def __call__(self, x: Encoded, mask: Mask, bias: Bias, deterministic: bool) -> Encoded:
+    def __call__(
+        self, x: Encoded, mask: Mask, bias: Bias, rotation: Rotation | None, deterministic: bool
+    ) -> Encoded:
         """Runs the layer; `bias` is None where the layer has its own."""
         options, length = self.options, x.shape[1]
         if options.relative_bias_per_layer:
             bias = options.make_relative_bias(True, name="relpos_bias").by_distance(length)
         dropout = functools.partial(nn.Dropout(options.dropout_rate), deterministic=deterministic)
         joint = options.joins_attention and self.backend.joins_weights
-        packed, rotation = options.packs_norms(self.backend), None
-        if (rotary := self.kind.rotary) is not None:
-            places, backend = jnp.arange(length), self.backend
-            how = options.head_dim, options.dtype, backend.packs_weights
-            rotation = rotary.rotation(places, *how)
+        packed = options.packs_norms(self.backend)
         name = options.encoder_attention
         attention = Attention(options, self.backend, joint, self.kind, name=name)
         norm = options.make_norm(packed, name=options.name_norm("attention"))
@@ -139,9 +137,12 @@ class Encoder(nn.Module):
             x = options.make_norm(packed, name="embedding_norm")(x, mask)
         dropout = nn.Dropout(options.dropout_rate)
         x = dropout(x, deterministic)
+        places, kinds = jnp.arange(length), options.layer_kinds
+        rotations = {kind: options.make_rotation(kind, places, packed) for kind in kinds}
         for i in range(options.num_encoder_layers):
-            layer = EncoderLayer(options, self.backend, options.find_kind(i), name=f"layers_{i}")
-            x = layer(x, mask, bias, deterministic)
+            kind = options.find_kind(i)
+            layer = EncoderLayer(options, self.backend, kind, name=f"layers_{i}")
+            x = layer(x, mask, bias, rotations[kind], deterministic)
         if options.final_norm:
             x = options.make_norm(packed, name="encoder_norm")(x, mask)
         return dropout(x, deterministic) if options.inner_dropout else x
@@ -417,13 +418,10 @@ class Decoder(nn.Module):
         """Returns the call of each kind of layers, for tokens at the positions `places`."""
         calls = {}
         for kind in self.options.layer_kinds:
-            mask, rotation = call.mask, call.rotation
+            mask, flat, packed = call.mask, places.reshape(-1), self.backend.packs_weights
             if kind.window is not None and mask is not None:
                 mask &= make_window_mask(places, call.nodes, slots, kind.window)
-            if kind.rotary is not None:
-                options, flat = self.options, places.reshape(-1)
-                how = options.head_dim, options.dtype, self.backend.packs_weights
-                rotation = kind.rotary.rotation(flat, *how)
+            rotation = self.options.make_rotation(kind, flat, packed)
             calls[kind] = call._replace(mask=mask, rotation=rotation)
         return calls
 
