@@ -104,10 +104,27 @@ LONG = "--max_new_tokens=2048"
 INT8 = "--quantize=int8"
 CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 FEW: dict[str, dict[str, Sequence[str]]] = {
-    "estimates": {"v4, one row": SMALL, "v4, one row, int8": (*SMALL, INT8)}
+    "estimates": {"v4, one row": SMALL, "v4, one row, int8": (*SMALL, INT8)},
+    # The first is what the others are compared with.
+    "drafters": {
+        "plain": ("--gamma=0",),
+        "T5-small, γ = 7": SMALL,
+        "EAGLE, one layer of width 1,024, γ = 7": (
+            "--drafter=eagle:t5_1_1/large",
+            "--drafter_layers=1",
+            "--gamma=7",
+        ),
+        "`suffix`, γ = 16": ("--drafter=suffix", "--gamma=16"),
+        "`recycling`, γ = 7": ("--drafter=recycling", "--gamma=7"),
+        "`recycling`, tree of widths 4, 3, 2, 1, 65 nodes": (
+            "--drafter=recycling",
+            "--tree=widths:4,3,2,1",
+        ),
+        "`lookahead`, 57 nodes": ("--drafter=lookahead",),
+    },
 }
 ALL: dict[str, dict[str, Sequence[str]]] = {
-    "estimates": FEW["estimates"],
+    **FEW,
     "pairs": {
         "each chip of a v4-8, one row": (*SMALL, "--mesh=1x4"),
         "v4, one row, T5-base drafts": ("--drafter=t5_1_1/base", "--gamma=7"),
@@ -148,6 +165,11 @@ def measure_tpu(settings: Settings) -> Rows:
         name: {label: estimate(*more) for label, more in part.items()}
         for name, part in cases.items()
     }
+    _, *others = rows["drafters"].values()
+    plain_ms = rows["drafters"]["plain"].get("iteration_ms")
+    for row in others:
+        if plain_ms and row.get("iteration_ms"):
+            row["break_even"] = row["iteration_ms"] / plain_ms
     if not settings.quick:
         rows["paper"] = estimate_paper()
     return rows
@@ -179,6 +201,8 @@ def format_tpu(row: Row) -> str:
     if row["iteration_ms"] is not None:
         text += f"; {row['iteration_ms']:.1f} ms an iteration"
     text += f", its bytes {row['floor_ms']:.1f}"
+    if "break_even" in row:
+        text += f"; pays from {row['break_even']:.2f} tokens a call"
     if row.get("collectives"):
         text += f"; {sum(row['collectives'].values())} collectives"
     return text

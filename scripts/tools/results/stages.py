@@ -90,7 +90,7 @@ STAGES: dict[str, Stage] = {
     ),
     "tpu": Stage(
         "T5-XXL in bfloat16, by the compiler's estimates",
-        (8, 0.5),
+        (10, 2),
         elsewhere.measure_tpu,
         elsewhere.format_tpu,
     ),
