@@ -104,27 +104,10 @@ LONG = "--max_new_tokens=2048"
 INT8 = "--quantize=int8"
 CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 FEW: dict[str, dict[str, Sequence[str]]] = {
-    "estimates": {"v4, one row": SMALL, "v4, one row, int8": (*SMALL, INT8)},
-    # The first is what the others are compared with.
-    "drafters": {
-        "plain": ("--gamma=0",),
-        "T5-small, γ = 7": SMALL,
-        "EAGLE, one layer of width 1,024, γ = 7": (
-            "--drafter=eagle:t5_1_1/large",
-            "--drafter_layers=1",
-            "--gamma=7",
-        ),
-        "`suffix`, γ = 16": ("--drafter=suffix", "--gamma=16"),
-        "`recycling`, γ = 7": ("--drafter=recycling", "--gamma=7"),
-        "`recycling`, tree of widths 4, 3, 2, 1, 65 nodes": (
-            "--drafter=recycling",
-            "--tree=widths:4,3,2,1",
-        ),
-        "`lookahead`, 57 nodes": ("--drafter=lookahead",),
-    },
+    "estimates": {"v4, one row": SMALL, "v4, one row, int8": (*SMALL, INT8)}
 }
 ALL: dict[str, dict[str, Sequence[str]]] = {
-    **FEW,
+    "estimates": FEW["estimates"],
     "pairs": {
         "each chip of a v4-8, one row": (*SMALL, "--mesh=1x4"),
         "v4, one row, T5-base drafts": ("--drafter=t5_1_1/base", "--gamma=7"),
@@ -156,6 +139,25 @@ ALL: dict[str, dict[str, Sequence[str]]] = {
 }
 
 
+# Beside plain decoding; the first three in a quick run too.
+DRAFTERS: dict[str, Sequence[str]] = {
+    "plain": ("--gamma=0",),
+    "EAGLE, one layer of width 1,024, γ = 7": (
+        "--drafter=eagle:t5_1_1/large",
+        "--drafter_layers=1",
+        "--gamma=7",
+    ),
+    "`suffix`, γ = 16": ("--drafter=suffix", "--gamma=16"),
+    "T5-small, γ = 7": SMALL,
+    "`recycling`, γ = 7": ("--drafter=recycling", "--gamma=7"),
+    "`recycling`, tree of widths 4, 3, 2, 1, 65 nodes": (
+        "--drafter=recycling",
+        "--tree=widths:4,3,2,1",
+    ),
+    "`lookahead`, 57 nodes": ("--drafter=lookahead",),
+}
+
+
 def measure_tpu(settings: Settings) -> Rows:
     """Compiles T5-XXL with drafters for TPUs; seconds are the compiler's estimates."""
     if importlib.util.find_spec("libtpu") is None:
@@ -165,14 +167,22 @@ def measure_tpu(settings: Settings) -> Rows:
         name: {label: estimate(*more) for label, more in part.items()}
         for name, part in cases.items()
     }
-    _, *others = rows["drafters"].values()
-    plain_ms = rows["drafters"]["plain"].get("iteration_ms")
-    for row in others:
-        if plain_ms and row.get("iteration_ms"):
-            row["break_even"] = row["iteration_ms"] / plain_ms
     if not settings.quick:
         rows["paper"] = estimate_paper()
     return rows
+
+
+def measure_tpu_drafters(settings: Settings) -> Rows:
+    """Compiles T5-XXL with other drafters for a TPU v4, and compares iterations with plain ones."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise Skipped("libtpu is not installed")
+    names = list(DRAFTERS)[: settings.choose(len(DRAFTERS), 3)]
+    rows = {name: estimate(*DRAFTERS[name]) for name in names}
+    plain_ms = rows["plain"].get("iteration_ms")
+    for name in names[1:]:
+        if plain_ms and rows[name].get("iteration_ms"):
+            rows[name]["break_even"] = round(rows[name]["iteration_ms"] / plain_ms, 3)
+    return {"v4": rows}
 
 
 def estimate_paper() -> dict[str, Row]:

@@ -90,8 +90,14 @@ STAGES: dict[str, Stage] = {
     ),
     "tpu": Stage(
         "T5-XXL in bfloat16, by the compiler's estimates",
-        (10, 2),
+        (8, 0.5),
         elsewhere.measure_tpu,
+        elsewhere.format_tpu,
+    ),
+    "tpu_drafters": Stage(
+        "T5-XXL in bfloat16, one row, by the compiler's estimates",
+        (3, 0.7),
+        elsewhere.measure_tpu_drafters,
         elsewhere.format_tpu,
     ),
 }
