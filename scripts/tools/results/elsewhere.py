@@ -148,12 +148,6 @@ DRAFTERS: dict[str, Sequence[str]] = {
         "--gamma=7",
     ),
     "`suffix`, γ = 16": ("--drafter=suffix", "--gamma=16"),
-    "T5-small, γ = 7": SMALL,
-    "`recycling`, γ = 7": ("--drafter=recycling", "--gamma=7"),
-    "`recycling`, tree of widths 4, 3, 2, 1, 65 nodes": (
-        "--drafter=recycling",
-        "--tree=widths:4,3,2,1",
-    ),
     "`lookahead`, 57 nodes": ("--drafter=lookahead",),
 }
 
