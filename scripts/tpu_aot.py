@@ -8,6 +8,8 @@
     python scripts/tpu_aot.py --tree=widths:4,3,2,1           # a tree of 65 nodes instead of γ
     python scripts/tpu_aot.py --mesh=1x4                      # on the four chips of a v4-8
     python scripts/tpu_aot.py --num_beams=4 --gamma=3 --iteration     # speculative beam search
+    python scripts/tpu_aot.py --drafter=eagle:t5_1_1/large --drafter_layers=1 --iteration
+    python scripts/tpu_aot.py --drafter=suffix --gamma=16 --iteration    # or lookahead, recycling
 
 The programs are the package's: `prefill` (both encoders) and `advance` (draft γ, verify, commit, in
 its loop); for a beam search `begin` and `search`, which the package runs as one program. The script
@@ -100,7 +102,7 @@ def _devices() -> list:
 
 def report(case: Case, chip: Chip) -> dict:
     """Compiles both programs and returns the compiler's analysis, sizes in GB."""
-    target, drafter = case.network(case.target), case.model_drafter()
+    target, drafter = case.network(case.target), case.make_drafter()
     with show_waiting(f"compiling encoders and prefill of {case.target} for {chip.topology}"):
         lowered = case.lowered_start()
         compiled = lowered.compile()
@@ -118,7 +120,7 @@ def report(case: Case, chip: Chip) -> dict:
     # Both models' encoders stay in memory beside the loop, whose program takes only the decoders'
     # weights.
     needed = weights + caches + max(memory.temp_size_in_bytes, encoders.temp_size_in_bytes) / GB
-    read = [(1, target), *([(case.gamma, drafter.network)] if drafter else [])]
+    read = [(1, target), *((case.gamma, one) for one in (drafter.encoders if drafter else ()))]
     return {
         "what": "compiler's memory analysis, ahead of time; not a measurement",
         "chip": _CHIP.value,

@@ -1,14 +1,17 @@
 """Defines the flags of tpu_aot.py and gpu_aot.py: models, way of decoding, lengths."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from absl import app, flags
 
 from specdec_jax.decoding.search_options import BeamOptions
+from specdec_jax.drafters.lookahead import LookaheadDecoding
 from specdec_jax.models.families import PRESETS
 from specdec_jax.speculative.tree_text import read_tree
-from tools.lowering import Case
+from specdec_jax.speculative.trees import DynamicTree, Tree
+from tools.lowering import EAGLE, WITHOUT_MODEL, Case
 
 flags.disclaim_key_flags()  # they are the script's, in its --help
 
@@ -21,8 +24,16 @@ class CaseFlags:
         integer = flags.DEFINE_integer
         presets = sorted(name for name, shape in PRESETS.items() if not shape.decoder_only)
         self.target = flags.DEFINE_enum("target", target, presets, "Shape of the target.")
+        eagle = [EAGLE + name for name in presets]
         self.drafter = flags.DEFINE_enum(
-            "drafter", "t5_1_1/small", presets, "Shape of the drafter."
+            "drafter",
+            "t5_1_1/small",
+            [*presets, *eagle, *WITHOUT_MODEL],
+            f"Shape of the drafter, after {EAGLE} of one that reads the target's states and encoder"
+            " output; or a drafter without a model.",
+        )
+        self.drafter_layers = integer(
+            "drafter_layers", None, "Decoder layers of the drafting model.", lower_bound=1
         )
         self.gamma = integer(
             "gamma", 7, "Tokens drafted per iteration; 0 is plain decoding.", lower_bound=0
@@ -53,13 +64,28 @@ class CaseFlags:
                 raise app.UsageError(
                     f"tree: got {tree} with --{name}={other.value}, expected one of the two"
                 )
+        drafter = self.drafter.value
+        own = drafter in WITHOUT_MODEL or drafter.startswith(EAGLE)
+        if beams and own and self.gamma.value:
+            raise app.UsageError(
+                f"drafter: got {drafter} with --num_beams={beams}, expected a drafting model"
+            )
+        if drafter in WITHOUT_MODEL and self.drafter_layers.value:
+            raise app.UsageError(
+                f"drafter_layers: got {self.drafter_layers.value} with --drafter={drafter},"
+                " expected a drafting model"
+            )
+        if drafter == "lookahead" and (tree or self.gamma.present):
+            raise app.UsageError(
+                "drafter: got lookahead with a tree or γ, expected neither: it has its own tree"
+            )
         if self.width.value and not beams:
             raise app.UsageError(
                 f"beam_width: got {self.width.value} without --num_beams, expected it too"
             )
         try:
-            if tree:
-                read_tree(tree)
+            if tree and isinstance(read_tree(tree), DynamicTree) and drafter in WITHOUT_MODEL:
+                raise ValueError(f"tree: got {tree} with --drafter={drafter}, expected a fixed one")
             if beams:
                 BeamOptions(beams, beam_width=self.width.value)
         except ValueError as error:
@@ -67,7 +93,7 @@ class CaseFlags:
 
     def make_case(self, devices: Sequence[Any], **others: Any) -> Case:
         """Returns the programs to compile for `devices`; `others` are further fields."""
-        tree = read_tree(self.tree.value) if self.tree.value else None
+        tree = self.make_tree()
         return Case(
             tuple(devices),
             target=self.target.value,
@@ -81,8 +107,18 @@ class CaseFlags:
             input_length=self.input.value,
             new_tokens=self.new.value,
             temperature=self.temperature.value,
+            drafter_layers=self.drafter_layers.value,
             **others,
         )
+
+    def make_tree(self) -> Tree | DynamicTree | None:
+        """Returns the tree that is drafted; None for a chain."""
+        tree = read_tree(self.tree.value) if self.tree.value else None
+        if self.drafter.value == "lookahead":
+            tree = LookaheadDecoding().tree
+        if isinstance(tree, Tree) and self.drafter.value in WITHOUT_MODEL:
+            return dataclasses.replace(tree, children="top")
+        return tree
 
     def record(self, case: Case) -> dict[str, Any]:
         """Returns the part of a record about a case."""

@@ -40,6 +40,23 @@ def bodies(lines: list[str]) -> list[str]:
     return [name for line in lines for name in re.findall(r" while\(.*body=%?([\w.\-]+)", line)]
 
 
+def counted_bodies(parts: dict[str, list[str]], name: str) -> list[tuple[str, int | None]]:
+    """Returns the bodies of the loops of computation `name`, and how often each runs.
+
+    That is known of a loop that counts from 0 to a constant, else it is None.
+    """
+    found = []
+    loop = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
+    for condition, body in loop.findall("\n".join(parts[name])):
+        text = "\n".join(parts[condition])
+        compared = re.search(r"ROOT .* compare\(\S+, %?([\w.\-]+)\), direction=LT", text)
+        last = compared and re.search(
+            rf"%?{re.escape(compared[1])} = s32\S* constant\((\d+)\)", text
+        )
+        found.append((body, int(last[1]) if last else None))
+    return found
+
+
 def loop_copies(text: str, least: int = 2**20) -> list[str]:
     """Returns the arrays of at least `least` bytes that bodies of loops copy."""
     parts = computations(text)

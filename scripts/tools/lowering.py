@@ -20,19 +20,51 @@ from specdec_jax.backends.tree_positions import WindowNodes
 from specdec_jax.decoding.generate import advance
 from specdec_jax.decoding.search_options import BeamOptions
 from specdec_jax.decoding.strategies import choose_strategy
+from specdec_jax.drafters.eagle import EagleDrafter
+from specdec_jax.drafters.lookahead import LookaheadDecoding
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.drafters.recycling import TokenRecycling
+from specdec_jax.drafters.sorted_text import SortedText
+from specdec_jax.drafters.suffix import SuffixDrafter
 from specdec_jax.models import weight_layouts
+from specdec_jax.models.eagle import EagleConfig, EagleNetwork, StateProjections, init_projections
 from specdec_jax.models.families import PRESETS
 from specdec_jax.models.meshes import parse_mesh
 from specdec_jax.models.network import Network, random_params
 from specdec_jax.models.padding import bucket_length
 from specdec_jax.speculative import distributions
+from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.state import StaticConfig, count_slots
 from specdec_jax.speculative.strategy import AnyConfig, prefill
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS
 from specdec_jax.speculative.trees import DynamicTree, Tree
+
+# Before the preset of a drafting model that reads the target's states and encoder output.
+EAGLE = "eagle:"
+_EARLIER_IDS = 2**17  # of texts that a suffix drafter searches, as in a `SuffixHistory`
+
+
+def _make_recycling(vocab_size: int) -> TokenRecycling:
+    return TokenRecycling(vocab_size)
+
+
+def _make_lookahead(vocab_size: int) -> LookaheadDecoding:
+    return LookaheadDecoding()
+
+
+def _make_suffix(vocab_size: int) -> SuffixDrafter:
+    nothing = np.zeros(0, np.int32)
+    return SuffixDrafter(SortedText.make(nothing, nothing, _EARLIER_IDS), remembers=True)
+
+
+# Drafters without a model, which are made for a number of ids.
+WITHOUT_MODEL: dict[str, Callable[[int], Drafter]] = {
+    "recycling": _make_recycling,
+    "lookahead": _make_lookahead,
+    "suffix": _make_suffix,
+}
 
 
 @functools.partial(jax.jit, donate_argnums=3)
@@ -77,11 +109,13 @@ def _integers(*shape: int) -> jax.ShapeDtypeStruct:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A pair of models in bfloat16, a way of decoding with them, and the devices to compile for.
+    """A target in bfloat16, a drafter, a way of decoding, and the devices to compile for.
 
     Attributes:
       devices: the devices, of which a mesh takes the first.
-      target, drafter: names of shapes, keys of `PRESETS`.
+      target: the name of its shape, a key of `PRESETS`.
+      drafter: the same for a drafting model; after `EAGLE` that of one which reads the target's
+        states; or a key of `WITHOUT_MODEL`.
       gamma: tokens drafted in an iteration, with a tree its depth; 0 is plain decoding.
       tree: the tree that is drafted; None for a chain.
       beams: beams of a beam search; None without.
@@ -94,6 +128,7 @@ class Case:
       mesh: devices by `DATAxMODEL`; None for one device.
       platform: that of the devices, "tpu" or "cuda".
       layers: decoder layers of each model that are compiled, with one of the encoder; None for all.
+      drafter_layers: decoder layers of the drafting model; None for all of its shape.
     """
 
     devices: tuple
@@ -111,6 +146,7 @@ class Case:
     mesh: str | None = None
     platform: str = "tpu"
     layers: int | None = None
+    drafter_layers: int | None = None
 
     @functools.cache
     def rules(self, drafts: bool = False) -> ShardingRules | None:
@@ -149,7 +185,11 @@ class Case:
         few: dict[str, Any] = {}
         if self.layers:
             few = {"num_encoder_layers": 1, "num_decoder_layers": self.layers}
-        config = PRESETS[preset].replace(dtype="bfloat16", **few)
+        if drafts and self.drafter_layers:
+            few["num_decoder_layers"] = self.drafter_layers
+        if preset.startswith(EAGLE):
+            few |= {"num_encoder_layers": 0, "encoder_dim": PRESETS[self.target].emb_dim}
+        config = PRESETS[preset.removeprefix(EAGLE)].replace(dtype="bfloat16", **few)
 
         def build():
             params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
@@ -167,11 +207,26 @@ class Case:
         config = config.with_own_head() if int8 else config
         return self.place(Network(params, config.module(backend)))
 
-    def model_drafter(self) -> ModelDrafter | None:
+    def make_drafter(self) -> Drafter | None:
         """Returns the drafter, of placed shapes only; None for plain decoding."""
         if not self.gamma:
             return None
-        return ModelDrafter.tree_unflatten(None, (self.network(self.drafter, True), None))
+        if self.drafter in WITHOUT_MODEL:
+            make, vocab_size = WITHOUT_MODEL[self.drafter], self.network(self.target).vocab_size
+            return self.place(jax.eval_shape(lambda: make(vocab_size)))
+        network = self.network(self.drafter, True)
+        if not self.drafter.startswith(EAGLE):
+            return ModelDrafter.tree_unflatten((), (network, None))
+        widths = PRESETS[self.target].emb_dim, network.module.config.emb_dim
+        shape = EagleConfig(*widths, "bfloat16")
+
+        def build():
+            params = jax.tree.map(jnp.bfloat16, init_projections(shape))
+            return weight_layouts.pack(params, use_packed=False)
+
+        params = self.place(jax.eval_shape(build))
+        joined = EagleNetwork(params, network, StateProjections(shape))
+        return EagleDrafter.tree_unflatten((), (joined,))
 
     def _cache(self, start: Callable, network: Network) -> Any:
         """Returns the placed shapes of the result of `start(network, inputs, lengths)`."""
@@ -214,7 +269,7 @@ class Case:
 
     def lowered_start(self) -> jax.stages.Lowered:
         """Lowers the program that makes the state which the loop starts from."""
-        target, drafter = self.network(self.target), self.model_drafter()
+        target, drafter = self.network(self.target), self.make_drafter()
         batch, vocab, config = (
             self.batch,
             target.vocab_size,
@@ -252,5 +307,5 @@ class Case:
 
     def lowered_loop(self, state: Any) -> jax.stages.Lowered:
         """Lowers the loop that starts from a state of placed shapes."""
-        target, drafter = self.network(self.target), self.model_drafter()
+        target, drafter = self.network(self.target), self.make_drafter()
         return advance.lower(target, drafter, state, self.place(_integers()))

@@ -14,8 +14,14 @@ from specdec_jax.analysis.report import paper
 from specdec_jax.files.progress import show_waiting
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.trees import Tree
-from tools.compiled_text import bodies, computations, estimated_cycles, kernel_bytes
-from tools.lowering import Case, size
+from tools.compiled_text import (
+    bodies,
+    computations,
+    counted_bodies,
+    estimated_cycles,
+    kernel_bytes,
+)
+from tools.lowering import EAGLE, WITHOUT_MODEL, Case, size
 from tools.tpu_chips import Chip
 
 GB = 1e9
@@ -63,6 +69,22 @@ def iteration_seconds(text: str, chip: Chip, gamma: int, by_pairs: bool) -> floa
     return seconds + inner[0] + (gamma - 1) * inner[-1]
 
 
+def pass_seconds(text: str, chip: Chip, steps: int) -> float:
+    """Returns the estimate of one pass of the decode loop, with the passes of the loops in it.
+
+    A loop that does not count up to a constant is a draft of `steps` steps.
+    """
+    parts = computations(text)
+
+    def seconds(name: str) -> float:
+        inner = counted_bodies(parts, name)
+        passes = sum((steps if n is None else n) * seconds(body) for body, n in inner)
+        return estimated_seconds(parts[name], chip) + passes
+
+    (loop,) = bodies(parts["ENTRY"])
+    return seconds(loop)
+
+
 def walk_seconds(text: str, chip: Chip, gamma: int) -> float:
     """Returns the estimate of one pass of the loop of a tree or a beam search.
 
@@ -95,15 +117,19 @@ def tree_call_seconds(case: Case, chip: Chip, tree: Tree) -> float:
 def iteration_ms(case: Case, chip: Chip, text: str | None) -> float | None:
     """Returns the estimate of an iteration, from the loop's text or from single calls.
 
-    Without the loop's text, a chain is estimated from calls over γ + 1 and over two positions. The
-    result is None if JAX cannot read their text either, and for a tree or beams.
+    Without the loop's text, a chain of a drafting model is estimated from calls over γ + 1 and over
+    two positions. The result is None if JAX cannot read their text either, and for all else.
     """
     gamma, walks = case.gamma, case.tree is not None or case.beams is not None
-    if walks and not text:
+    reads_states = case.drafter.startswith(EAGLE)
+    steps = bool(gamma) and (reads_states or case.drafter in WITHOUT_MODEL)
+    if (walks or steps) and not text:
         return None
     try:
         if text and walks:
             seconds = walk_seconds(text, chip, gamma)
+        elif text and steps:  # the first token of one that reads states takes no step
+            seconds = pass_seconds(text, chip, gamma - reads_states)
         elif text:
             seconds = iteration_seconds(text, chip, gamma, bool(gamma) and case.drafts_by_pairs())
         else:

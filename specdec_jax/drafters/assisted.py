@@ -14,13 +14,13 @@ from specdec_jax.drafters.continuations import (
     check_copying,
     compare_endings,
     find_best,
+    find_top_k,
     last_ids,
     repeat_inputs,
     sum_weights,
 )
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative import distributions
 from specdec_jax.speculative.state import DecodeState, Scored
 
 
@@ -132,13 +132,10 @@ class AssistedNGramDrafter(ContinuationDrafter):
         before = last_ids(state.tokens, start, self.order - 2, -2)[:, ::-1]
         fed = jnp.concatenate([before, scored.tokens], axis=1)
         ends = jnp.arange(width)[:, None] + self.order - 2 - jnp.arange(self.order - 1)
-        logits, tokens, ids = scored.logits, [], jnp.arange(scored.logits.shape[-1])
-        for _ in range(self.top_k):  # a sort of the vocabulary would cost far more
-            tokens.append(distributions.argmax(logits))
-            logits = jnp.where(ids == tokens[-1][..., None], -jnp.inf, logits)
-        tokens = jnp.stack(tokens, axis=-1)
+        tokens = find_top_k(scored.logits, self.top_k)
         total = jax.nn.logsumexp(scored.logits, axis=-1, keepdims=True)
-        weights = jnp.exp(jnp.take_along_axis(scored.logits, tokens, axis=-1) - total)
+        logits = jnp.take_along_axis(scored.logits, jnp.maximum(tokens, 0), axis=-1)
+        weights = jnp.where(tokens < 0, 0, jnp.exp(logits - total))
         # Of a tree only the accepted path is known, of a chain also what follows rejected tokens.
         count = scored.num_new
         if state.config.tree is None:

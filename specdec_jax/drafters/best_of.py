@@ -10,6 +10,7 @@ from specdec_jax.drafters.cascade import (
     any_part_property,
     check_behind,
     check_drafters,
+    draft_part,
     join_drafts,
 )
 from specdec_jax.models import arguments
@@ -44,10 +45,11 @@ class BestOf(DrafterPair):
     """A drafter that lets one of two draft, row by row and iteration by iteration.
 
     A row uses the drafter with more tokens per time in its own past iterations. The other takes
-    over where it has at least `1 + margin` times as many; a model that rests must first catch up,
-    two tokens a call, so that a change has a price. What is known of a drafter that rests fades,
-    and it is tried again. The choice is made before either draws, from earlier iterations alone:
-    so every verifier keeps the target's distribution. (Chosen by their draws it would not.)
+    over where it has at least `1 + margin` times as many. A model that no row uses is not called
+    (but an `EagleDrafter` still reads what is committed); it must then catch up, two tokens a call,
+    so that a change has a price. What is known of a drafter that rests fades, and it is tried
+    again. The choice is made before either draws, from earlier iterations alone: so every verifier
+    keeps the target's distribution. (Chosen by their draws it would not.)
 
     Leviathan, Kalman and Matias (2023), section 6, propose such a change of drafters.
     """
@@ -111,7 +113,7 @@ class BestOf(DrafterPair):
         changes = other > (1 + margin) * own
         chosen = jnp.where(changes, 1 - draft_state.chosen, draft_state.chosen)
         (first, head), (second, tail) = (
-            part.draft(own_state, state, jnp.where(chosen == number, num_wanted, 0))
+            draft_part(part, own_state, state, jnp.where(chosen == number, num_wanted, 0))
             for number, (part, own_state) in enumerate(zip(self.parts, draft_state[:2]))
         )
         after = draft_state._replace(first=first, second=second, chosen=chosen)

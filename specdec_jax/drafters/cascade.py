@@ -44,7 +44,10 @@ def any_part_property(name: str) -> Any:
 
 
 class DrafterPair(Drafter):
-    """Two drafters as one."""
+    """Two drafters as one.
+
+    One with a model is not asked to draft while no row wants a token of it.
+    """
 
     parts: tuple[Any, Any]
     settings: tuple[Any, ...] = ()  # static
@@ -113,6 +116,28 @@ class DrafterPair(Drafter):
     def observe(self, draft_state: Any, state: DecodeState, scored: Scored) -> Any:
         """Passes what the target made of the draft on to those drafters that learn from it."""
         return self.update(draft_state, "observe", state, scored)
+
+
+def draft_part(
+    part: Drafter, draft_state: Any, state: DecodeState, num_wanted: jax.Array
+) -> tuple[Any, Draft]:
+    """Drafts with a part of a pair, without a call of its model where no row wants a token.
+
+    A model's draft may take steps whether or not tokens are wanted (`draft_in_pairs`).
+    """
+    if isinstance(part, DrafterPair) or not (part.encoders or part.reads_states):
+        return part.draft(draft_state, state, num_wanted)
+    draft_state = part.rewind(draft_state, state.lengths)
+    _, shapes = jax.eval_shape(part.draft, draft_state, state, num_wanted)
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    def draft(loop: tuple) -> tuple:
+        _, own, _ = loop
+        return jnp.bool_(False), *part.draft(own, state, num_wanted)
+
+    # A loop of at most one pass: the branches of a `lax.cond` would copy the caches.
+    loop = jnp.any(num_wanted > 0), draft_state, nothing
+    return jax.lax.while_loop(lambda loop: loop[0], draft, loop)[1:]
 
 
 def _join(*parts: tuple[Any, jax.Array], into: Any) -> Any:
@@ -236,7 +261,8 @@ class HorizontalCascade(DrafterPair):
         draft_state = self.rewind(draft_state, state.lengths)
         early = min(switch, config.gamma)
         front = dataclasses.replace(state, config=config._replace(gamma=early))
-        own, head = first.draft(draft_state.first, front, jnp.minimum(num_wanted, early))
+        wanted = jnp.minimum(num_wanted, early)
+        own, head = draft_part(first, draft_state.first, front, wanted)
         count, seen = head.num_drafted, _read_signals(head, state)
 
         # Nothing comes after an EOS.
@@ -255,9 +281,8 @@ class HorizontalCascade(DrafterPair):
             else _Behind(config.gamma, state.policy, seen, count),
         )
         left = jnp.where(ended, 0, jnp.clip(num_wanted - count, 0, late))
-        other, tail = then.draft(draft_state.second, behind, left)
-        draft = join_drafts(state, head, tail)
-        return PairState(own, other), draft
+        other, tail = draft_part(then, draft_state.second, behind, left)
+        return PairState(own, other), join_drafts(state, head, tail)
 
 
 def join_drafts(state: DecodeState, head: Draft, tail: Draft) -> Draft:
@@ -366,7 +391,7 @@ class VerticalCascade(DrafterPair):
             view = dataclasses.replace(inside, tokens=loop.tokens, lengths=lengths)
             lag = lengths - 1 - cached
             num_proposed = jnp.maximum(jnp.minimum(width - lag, left - 1), 0)
-            inner_state, guess = inner.draft(loop.inner, view, num_proposed)
+            inner_state, guess = draft_part(inner, loop.inner, view, num_proposed)
 
             proposed = write(loop.tokens, guess.tokens, lengths, guess.num_drafted)
             places = jnp.minimum(cached[:, None] + offsets, proposed.shape[1] - 1)

@@ -21,6 +21,7 @@ from specdec_jax.drafters.drafting import (
 )
 from specdec_jax.drafters.tree_levels import Children, Level, draft_children, draft_tree
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative import distributions
 from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.state import AnyRows, DecodeState, Draft
 from specdec_jax.speculative.trees import CHILDREN, POINTS
@@ -254,6 +255,20 @@ def find_best(ids: jax.Array, weights: jax.Array, count: int) -> tuple[jax.Array
         places.append(jnp.where(best[:, 0] > 0, place, -1))
         weights = jnp.where(ids == smallest, 0, weights)
     return jnp.stack(best_ids, axis=1), jnp.stack(places, axis=1)
+
+
+def find_top_k(logits: Float[Array, "*N V"], top_k: int) -> Int[Array, "*N K"]:
+    """Returns the ids of the greatest logits, descending and of equals the first; −1 after NaN.
+
+    They are −1 too where there are fewer ids.
+    """
+    found, ids = [], jnp.arange(logits.shape[-1])
+    for _ in range(top_k):  # a sort of the vocabulary would cost far more
+        best = distributions.argmax(logits)
+        some = jnp.take_along_axis(logits, jnp.maximum(best, 0)[..., None], axis=-1) > -jnp.inf
+        found.append(jnp.where(some[..., 0], best, -1))
+        logits = jnp.where(ids == best[..., None], -jnp.inf, logits)
+    return jnp.stack(found, axis=-1)
 
 
 def sum_weights(ids: jax.Array, weights: jax.Array) -> jax.Array:

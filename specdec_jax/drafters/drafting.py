@@ -1,15 +1,17 @@
-"""What drafters share: the loop over a draft, drawing a token, drafts without a model."""
+"""What drafters share: a base class, the loop over a draft, drawing a token."""
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative import distributions, randomness
 from specdec_jax.speculative.distributions import Categorical, PointMass
+from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.policy import DraftSignals
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingMode, SamplingRows
@@ -25,6 +27,38 @@ Step: TypeAlias = jax.Array | int
 # Folded into a request's key: a number that no committed length reaches and that nothing else folds
 # in.
 _APART = 2**31 - 2
+
+
+class NetworkDrafter(TreeDrafter):
+    """The base class of drafters with a model, of which only the network is there under jit.
+
+    Attributes:
+      model: the model.
+      network: its network, or one made of it.
+      leaves, static: names of the attributes that are there under jit, and of the static ones.
+    """
+
+    model: LanguageModel
+    network: Any
+    leaves: ClassVar[tuple[str, ...]] = ("network",)
+    static: ClassVar[tuple[str, ...]] = ()
+
+    def tree_flatten(self):
+        leaves, static = (
+            tuple(getattr(self, name) for name in names) for names in (self.leaves, self.static)
+        )
+        return leaves, static
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Any, ...], leaves: Any):
+        drafter = object.__new__(cls)
+        for name, value in zip((*cls.leaves, *cls.static), (*leaves, *static), strict=True):
+            setattr(drafter, name, value)
+        return drafter
+
+    @property
+    def models(self) -> tuple[LanguageModel, ...]:
+        return (self.model,)
 
 
 class Recorded(NamedTuple):

@@ -15,7 +15,13 @@ import numpy as np
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.backends.tree_positions import WindowNodes
 from specdec_jax.checkpoints import converter, loader, native_format, stored_tensor
-from specdec_jax.drafters.drafting import Recorded, Step, draft_tokens, match_width
+from specdec_jax.drafters.drafting import (
+    NetworkDrafter,
+    Recorded,
+    Step,
+    draft_tokens,
+    match_width,
+)
 from specdec_jax.drafters.model import choose_next
 from specdec_jax.drafters.tree_levels import Level, draft_from_states
 from specdec_jax.files import places
@@ -24,7 +30,7 @@ from specdec_jax.models.eagle import EagleConfig, EagleNetwork, StateProjections
 from specdec_jax.models.family import check_uses_backend
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
-from specdec_jax.speculative.drafter import TreeDrafter, check_model
+from specdec_jax.speculative.drafter import check_model
 from specdec_jax.speculative.prefill import fill_cache
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
 from specdec_jax.speculative.tree_iteration import take_path
@@ -43,7 +49,7 @@ class EagleState(NamedTuple):
 
 
 @jax.tree_util.register_pytree_node_class
-class EagleDrafter(TreeDrafter):
+class EagleDrafter(NetworkDrafter):
     """A drafting model that is fed each token x_t with the target's state s_{t−1} before it.
 
     Its input at position t is emb(x_t) + W s_{t−1}: s_{t−1} is the last state of the target, from
@@ -128,22 +134,9 @@ class EagleDrafter(TreeDrafter):
         with native_format.write_part(folder, "eagle", config, self.fingerprint, params) as inside:
             converter.save(self.model, inside / "model", dtype)
 
-    def tree_flatten(self):
-        return (self.network,), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: Any):
-        drafter = object.__new__(cls)  # inside jit the model is not there
-        (drafter.network,) = children
-        return drafter
-
     @property
     def name(self) -> str:
         return f"{self.model.name} with the target's states"
-
-    @property
-    def models(self) -> tuple[LanguageModel, ...]:
-        return (self.model,)
 
     @property
     def encoders(self) -> tuple[Network, ...]:

@@ -12,14 +12,13 @@ import numpy as np
 from specdec_jax.backends.axes import Layers
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.backends.tree_positions import AnyNodes
-from specdec_jax.drafters.drafting import Step, draft_from_logits, match_width
+from specdec_jax.drafters.drafting import NetworkDrafter, Step, draft_from_logits, match_width
 from specdec_jax.drafters.tree_levels import draft_with_model
 from specdec_jax.models import arguments, weight_layouts
 from specdec_jax.models.family import check_uses_backend
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_weight
 from specdec_jax.models.network import Network
-from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.state import DecodeState, Draft
 
 
@@ -104,7 +103,7 @@ def check_own(model: LanguageModel, target: LanguageModel, what: str) -> None:
 
 
 @jax.tree_util.register_pytree_node_class
-class EarlyExitDrafter(TreeDrafter):
+class EarlyExitDrafter(NetworkDrafter):
     """A drafter made of the target's first k decoder layers, or others, last norm and head.
 
     It has no second model, and no cache of its own. (With layers left out in the middle this is
@@ -161,25 +160,12 @@ class EarlyExitDrafter(TreeDrafter):
             head_weight=head,
         )
 
-    def tree_flatten(self):
-        return (self.network,), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: Any):
-        drafter = object.__new__(cls)  # inside jit only the network is there
-        (drafter.network,) = children
-        return drafter
-
     @property
     def name(self) -> str:
         count = self.model.config.num_decoder_layers
         if isinstance(self.layers, tuple):
             return f"the decoder layers {', '.join(map(str, self.layers))} of {count}"
         return f"the first {self.layers} of {count} decoder layers"
-
-    @property
-    def models(self) -> tuple[LanguageModel, ...]:
-        return (self.model,)
 
     def steps(self) -> dict[str, Network]:
         return {"draft step": self.network}

@@ -12,6 +12,7 @@ import numpy as np
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.drafters.beam_levels import draft_levels
 from specdec_jax.drafters.drafting import (
+    NetworkDrafter,
     Recorded,
     Step,
     draft_in_pairs,
@@ -27,7 +28,6 @@ from specdec_jax.models.network import Network
 from specdec_jax.speculative.beam_drafter import BeamDrafter
 from specdec_jax.speculative.beam_search import BeamState
 from specdec_jax.speculative.beam_tree import BeamTree
-from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.prefill import fill_cache
 from specdec_jax.speculative.state import DecodeState, Draft
 from specdec_jax.speculative.tree_draft import TreeDraft
@@ -48,7 +48,7 @@ class ModelDraftState:
 
 
 @jax.tree_util.register_pytree_node_class
-class ModelDrafter(TreeDrafter, BeamDrafter):
+class ModelDrafter(NetworkDrafter, BeamDrafter):
     """A drafter that draws γ tokens one after another from `model`.
 
     Its logits pass through the same processors as the target's.
@@ -61,6 +61,7 @@ class ModelDrafter(TreeDrafter, BeamDrafter):
       shortlist: the ids that are proposed, None for all.
     """
 
+    leaves = ("network", "shortlist")
     provides_probs = True
     # Whether the model attends to the target's encoder output instead of having an encoder.
     reads_encoder: ClassVar[Any] = property(lambda self: self.network.encoder_dim is not None)
@@ -107,22 +108,9 @@ class ModelDrafter(TreeDrafter, BeamDrafter):
         """Whether a shortlist or 8 bits give the drafter another distribution than its model's."""
         return self.network is not self.model.network
 
-    def tree_flatten(self):
-        return (self.network, self.shortlist), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: Any):
-        drafter = object.__new__(cls)  # inside jit the model is not there
-        drafter.network, drafter.shortlist = children
-        return drafter
-
     @property
     def name(self) -> str:
         return self.model.name
-
-    @property
-    def models(self) -> tuple[LanguageModel, ...]:
-        return (self.model,)
 
     @property
     def second_model(self) -> LanguageModel | None:

@@ -10,18 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.drafters.drafting import Step, draft_from_logits, match_width
+from specdec_jax.drafters.drafting import NetworkDrafter, Step, draft_from_logits, match_width
 from specdec_jax.drafters.model import ModelDrafter, ModelDraftState
 from specdec_jax.drafters.tree_levels import Level, draft_tree
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
-from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.state import DecodeState, Draft
 
 
 @jax.tree_util.register_pytree_node_class
-class ParallelDrafter(TreeDrafter):
+class ParallelDrafter(NetworkDrafter):
     """A model that drafts γ tokens in one call: after the text it is fed γ − 1 mask tokens.
 
     The distributions of the γ tokens depend on the committed text alone, not on one another. The
@@ -34,6 +33,7 @@ class ParallelDrafter(TreeDrafter):
         token, which a text has nowhere else.
     """
 
+    static = ("mask_token",)
     provides_probs = True
     reads_encoder: ClassVar[Any] = property(lambda self: self.network.encoder_dim is not None)
 
@@ -51,22 +51,9 @@ class ParallelDrafter(TreeDrafter):
         most = model.config.vocab_size - 1
         self.mask_token = arguments.check_integer("mask_token", mask_token, 0, most)
 
-    def tree_flatten(self):
-        return (self.network,), self.mask_token
-
-    @classmethod
-    def tree_unflatten(cls, mask_token: int, children: Any):
-        drafter = object.__new__(cls)  # inside jit the model is not there
-        (drafter.network,), drafter.mask_token = children, mask_token
-        return drafter
-
     @property
     def name(self) -> str:
         return f"{self.model.name}, in parallel"
-
-    @property
-    def models(self) -> tuple[LanguageModel, ...]:
-        return (self.model,)
 
     @property
     def encoders(self) -> tuple[Network, ...]:

@@ -5,12 +5,11 @@ from typing import Any, ClassVar
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
-from specdec_jax.drafters.continuations import Found, TableDrafter, Texts
+from specdec_jax.drafters.continuations import Found, TableDrafter, Texts, find_top_k
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative import distributions
 from specdec_jax.speculative.state import DecodeState, Scored
 
 
@@ -99,20 +98,6 @@ class TokenRecycling(TableDrafter):
             places = jnp.where(keep_last(tokens, valid), tokens, self.vocab_size)
             where = (jnp.arange(len(tokens))[:, None], places)
         return draft_state.at[where].set(successors, mode="drop")
-
-
-def find_top_k(logits: Float[Array, "*N V"], top_k: int) -> Int[Array, "*N K"]:
-    """Returns the ids of the greatest logits, descending and of equals the first; −1 after NaN.
-
-    They are −1 too where there are fewer ids.
-    """
-    found, ids = [], jnp.arange(logits.shape[-1])
-    for _ in range(top_k):  # a sort of the vocabulary would cost far more
-        best = distributions.argmax(logits)
-        some = jnp.take_along_axis(logits, jnp.maximum(best, 0)[..., None], axis=-1) > -jnp.inf
-        found.append(jnp.where(some[..., 0], best, -1))
-        logits = jnp.where(ids == best[..., None], -jnp.inf, logits)
-    return jnp.stack(found, axis=-1)
 
 
 def keep_last(tokens: Int[Array, "*N T"], valid: Bool[Array, "*N T"]) -> Bool[Array, "*N T"]:

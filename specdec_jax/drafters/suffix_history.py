@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
+from specdec_jax.drafters.cascade import DrafterPair
+from specdec_jax.drafters.gated import GatedDrafter
 from specdec_jax.drafters.sorted_file import TextInfo, map_text, write_sorted
 from specdec_jax.drafters.sorted_text import SortedText, sort_places
 from specdec_jax.drafters.suffix import SuffixDrafter
@@ -16,6 +18,7 @@ from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import is_decoder_only
+from specdec_jax.speculative.drafter import Drafter
 
 _SORT_AFTER = 8  # texts are sorted anew when they have grown by this part
 
@@ -41,7 +44,7 @@ class SuffixHistory:
     def __init__(
         self,
         target: LanguageModel,
-        drafter: SuffixDrafter | None = None,
+        drafter: Drafter | None = None,
         *,
         capacity: int = 2**17,
     ):
@@ -49,15 +52,17 @@ class SuffixHistory:
 
         Args:
           target: the target.
-          drafter: a drafter with other settings than the default, and without texts.
+          drafter: a `SuffixDrafter` without texts and with other settings than the default, or a
+            gate or pair of drafters, such as a cascade, with one such drafter inside.
           capacity: number of ids that are kept, a power of two; 8 bytes each on the device.
 
         Raises:
-          ValueError: a drafter with texts of its own, or a capacity out of range.
+          ValueError: another drafter, or a capacity out of range.
         """
         drafter = SuffixDrafter() if drafter is None else drafter
-        if type(drafter) is not SuffixDrafter or drafter.text is not None:
-            got, expected = f"{drafter!r} as drafter", "a SuffixDrafter without texts"
+        if [one.text for one in _list_suffix_drafters(drafter)] != [None]:
+            got = f"{drafter!r} as drafter"
+            expected = "one SuffixDrafter without texts, alone or inside a pair or gate"
             raise mismatch_error("history", got, expected)
         arguments.check_integer("capacity", capacity, 64, 2**30)
         if capacity & (capacity - 1):
@@ -68,12 +73,12 @@ class SuffixHistory:
         self._prompted, self._start_token = is_decoder_only(target), target.start_token
         self._ids = np.zeros(0, np.int32)  # known to the drafter
         self._new: list[np.ndarray] = []
-        self._drafter = dataclasses.replace(drafter, text=self._sort(), remembers=True)
+        self._drafter = _replace_text(drafter, self._sort())
         self._saved, self._due = 0, 0.0
         self.outputs, self.seconds = 0, 0.0
 
     @property
-    def drafter(self) -> SuffixDrafter:
+    def drafter(self) -> Drafter:
         """The drafter as it is now: the same object until texts have been added."""
         return self._drafter
 
@@ -105,7 +110,7 @@ class SuffixHistory:
             ends = np.flatnonzero(ids == 0) + 1
             ids = ids[ends[np.searchsorted(ends, len(ids) - self._capacity // 2)] :]
         self._ids = ids
-        self._drafter = dataclasses.replace(self._drafter, text=self._sort())
+        self._drafter = _replace_text(self._drafter, self._sort())
         self.seconds += time.perf_counter() - start
 
     def _keep(self, *parts: Sequence[int] | np.ndarray) -> None:
@@ -148,3 +153,24 @@ class SuffixHistory:
         """Returns a line about what was kept."""
         kept = len(self._ids) + sum(map(len, self._new))
         return f"{self.outputs} outputs, {kept:,} ids kept; sorting took {self.seconds:.1f} s"
+
+
+def _list_suffix_drafters(drafter: Any) -> list[SuffixDrafter]:
+    """Returns the drafter itself if it is a `SuffixDrafter`, else those inside a gate or pair."""
+    if type(drafter) is SuffixDrafter:
+        return [drafter]
+    inside = [drafter.drafter] if isinstance(drafter, GatedDrafter) else []
+    inside += drafter.parts if isinstance(drafter, DrafterPair) else []
+    return [one for part in inside for one in _list_suffix_drafters(part)]
+
+
+def _replace_text(drafter: Any, text: SortedText) -> Any:
+    """Returns the drafter with another text in its `SuffixDrafter`."""
+    if type(drafter) is SuffixDrafter:
+        return dataclasses.replace(drafter, text=text, remembers=True)
+    if isinstance(drafter, GatedDrafter):
+        return dataclasses.replace(drafter, drafter=_replace_text(drafter.drafter, text))
+    if isinstance(drafter, DrafterPair):
+        parts = [_replace_text(part, text) for part in drafter.parts]
+        return drafter.tree_unflatten(drafter.settings, parts)
+    return drafter

@@ -34,7 +34,7 @@ class TracedExit(EarlyExitDrafter):
 
     def on(self, network: Network) -> Drafter:
         exit_network = ExitNetwork(network.params, network.module, layers=self.layers)
-        return EarlyExitDrafter.tree_unflatten(None, (exit_network,))
+        return EarlyExitDrafter.tree_unflatten((), (exit_network,))
 
 
 class TracedSelf(SelfDrafter):
@@ -48,7 +48,7 @@ class TracedSelf(SelfDrafter):
         pass
 
     def on(self, network: Network) -> Drafter:
-        return SelfDrafter.tree_unflatten(None, (network.in_int8(), None))
+        return SelfDrafter.tree_unflatten((), (network.in_int8(), None))
 
 
 class TracedHeads(TreeDrafter):

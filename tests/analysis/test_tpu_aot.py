@@ -91,6 +91,22 @@ def test_what_does_not_fit_exits_with_1_and_8_bits_take_half():
     assert code == 1 and not record["fits"] and record["drafter"] is None
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["eagle:tiny", "recycling", "suffix", "lookahead"])
+def test_other_drafters_are_compiled_and_sized(drafter):
+    more = [] if drafter == "lookahead" else ["--gamma=3"]
+    code, record = compiled(f"--drafter={drafter}", "--iteration", *more)
+    plain = compiled("--gamma=0")[1]
+    assert code == 0 and record["drafter"] == drafter and record["iteration_ms"] == 0
+    assert record["gamma"] == (10 if drafter == "lookahead" else 3)
+    assert record.get("nodes") == (57 if drafter == "lookahead" else None)
+    own = record["weights_gb"] - plain["weights_gb"]
+    assert own > 0 if drafter in ("eagle:tiny", "suffix") else own == 0
+    if drafter == "recycling":
+        assert record["state_gb"] > plain["state_gb"]
+        assert compiled("--drafter=recycling", "--tree=widths:2,2")[1]["nodes"] == 7
+
+
 @pytest.fixture
 def script(load_script):
     return load_script("tpu_aot")
@@ -166,6 +182,29 @@ def test_an_iteration_is_a_pass_of_the_loop_with_gamma_draft_steps(gamma, pairs,
     assert seconds == pytest.approx(1e-6 * microseconds)
 
 
+PAIR = Case((), "t5_1_1/xxl", "t5_1_1/small", 7)
+CONDITIONS = """
+%cond.1 (p: s32[]) -> pred[] {
+  %constant.2 = s32[]{:T(128)} constant(5)
+  ROOT %lt = pred[] compare(%i, %constant.2), direction=LT
+}
+
+%cond.2 (p: s32[]) -> pred[] {
+  ROOT %lt = pred[] compare(%i, %wanted), direction=LT
+}
+"""
+
+
+def test_a_draft_without_a_model_takes_its_own_loops():
+    """The first of the two has a known number of passes."""
+    text = CONDITIONS + LOOP
+    for drafter, steps in (("suffix", 7), ("eagle:t5_1_1/small", 6)):
+        case = dataclasses.replace(PAIR, drafter=drafter)
+        expected = 1e-3 * (10 + 5 * 3 + steps * 2)
+        assert tpu_estimates.iteration_ms(case, CHIPS["v4"], text) == pytest.approx(expected)
+        assert tpu_estimates.iteration_ms(case, CHIPS["v4"], None) is None
+
+
 @pytest.mark.parametrize("more", [dict(tree=sd.Tree((0, 1))), dict(beams=2)])
 def test_an_iteration_that_walks_is_a_pass_with_its_inner_loops_at_every_level(more):
     case = Case((), "t5_1_1/xxl", "t5_1_1/small", 2, **more)
@@ -173,9 +212,6 @@ def test_an_iteration_that_walks_is_a_pass_with_its_inner_loops_at_every_level(m
         1e-3 * (10 + 3 * (3 + 2))
     )
     assert tpu_estimates.iteration_ms(case, CHIPS["v4"], None) is None
-
-
-PAIR = Case((), "t5_1_1/xxl", "t5_1_1/small", 7)
 
 
 class Unreadable:
@@ -246,10 +282,8 @@ def test_networks_are_shapes_on_the_devices(case):
     assert size(rounded.network("tiny", drafts=True)) == size(
         whole
     )  # only the target's weights are rounded
-    assert (
-        case.model_drafter() is not None
-        and dataclasses.replace(case, gamma=0).model_drafter() is None
-    )
+    assert case.make_drafter() is not None
+    assert dataclasses.replace(case, gamma=0).make_drafter() is None
 
 
 def test_a_mesh_of_more_devices_than_there_are_is_rejected(case):
@@ -315,6 +349,10 @@ def test_every_chip_has_a_process_and_a_line(script, monkeypatch, capfd):
         (["--tree=widths:0"], "expected"),
         (["--beam_width=4"], "beam_width: got 4 without --num_beams"),
         (["--num_beams=2", "--beam_width=1"], "beam_width: got 1"),
+        (["--num_beams=2", "--drafter=suffix"], "drafter: got suffix with --num_beams=2"),
+        (["--drafter_layers=1", "--drafter=suffix"], "drafter_layers: got 1 with --drafter=suffix"),
+        (["--drafter=lookahead", "--gamma=3"], "expected neither: it has its own tree"),
+        (["--drafter=recycling", "--tree=dynamic:2,2,4"], "expected a fixed one"),
     ],
 )
 def test_flags_without_a_meaning_together_are_rejected(script, flags, message):

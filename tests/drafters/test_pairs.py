@@ -12,6 +12,7 @@ from engine_models import KEY, SAMPLED, drafter, plain, run, target
 
 import specdec_jax as sd
 from specdec_jax.decoding.generate import advance, prepare
+from specdec_jax.drafters import best_of
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.sampling import SamplingConfig
 
@@ -76,6 +77,7 @@ def cascades() -> dict[str, sd.Drafter]:
         "horizontal": sd.HorizontalCascade(sd.PromptLookupDrafter(), copy, 2),
         "of two models": sd.HorizontalCascade(copy, drafter("unrelated"), 1),
         "vertical": sd.VerticalCascade(copy, drafter("unrelated"), 2),
+        "the better": sd.BestOf(drafter("unrelated"), copy),
     }
 
 
@@ -91,6 +93,58 @@ def test_cascades_draft_to_the_last_slot(pairs, name):
         return sd.generate(target(), INPUTS, drafter=cascades()[name], **OPTIONS)
 
     expected = decode()
+    same(pairs(decode), expected)
+
+
+def test_a_model_that_rests_is_not_called(pairs):
+    """The row takes turns: random tokens, and a model whose drafts are of two positions."""
+    made, feed = [], Network.decode_states
+    best = sd.BestOf(sd.RandomDrafter(24), drafter("unrelated"), costs=(0.1, 0.1), margin=0)
+
+    def counted(self, tokens, *rest, **options):
+        jax.debug.callback(made.append, tokens.shape[1], ordered=True)
+        return feed(self, tokens, *rest, **options)
+
+    def decode():
+        options = OPTIONS | {"max_new_tokens": 40}
+        state, request = prepare(target(), INPUTS[:1], drafter=best, **options)
+        steps = []
+        while not np.all(state.done):
+            made.clear()
+            state = advance(target().network, request.drafter, state, np.int32(1))
+            jax.effects_barrier()
+            steps.append((int(state.draft_state.chosen[0]), made.count(2)))
+        return steps
+
+    def counting():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Network, "decode_states", counted)
+            return decode()
+
+    steps = pairs(counting)
+    assert {chosen for chosen, _ in steps} == {0, 1}
+    for chosen, calls in steps[:-1]:  # the last draft may be of no token
+        assert calls >= GAMMA if chosen else calls == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verifier", ["block", "gumbel"])
+def test_a_model_that_rested_drafts_as_if_it_had_been_called(pairs, verifier):
+    """What it had cached of a rejected draft is forgotten."""
+
+    def decode():
+        parts = drafter("noisy copy"), sd.RandomDrafter(24)
+        best = sd.BestOf(*parts, margin=0, memory=0.5)
+        options = OPTIONS | {"max_new_tokens": 40, "verifier": verifier}
+        return sd.generate(target(), INPUTS[:2], drafter=best, **options)
+
+    def decode_without_rest():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(best_of, "draft_part", lambda part, *given: part.draft(*given))
+            return decode()
+
+    expected = pairs(decode_without_rest)
+    assert 0 < expected.stats.accepted < expected.stats.drafted
     same(pairs(decode), expected)
 
 

@@ -224,6 +224,26 @@ def test_a_shared_table_knows_what_rows_before_learnt():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_job_that_is_interrupted_resumes_with_the_same_output(shared):
+    """No table is kept: a resumed job begins with empty ones."""
+    options = dict(batch_size=2, key=KEY, verifier="gumbel", **REFILLED)
+    options["sampling"] = sd.SamplingConfig(temperature=0.9)
+    expected = dict(sd.decode_stream(TARGET, INPUTS, **options))
+    options["drafter"] = sd.TokenRecycling(V, shared=shared)
+    found: dict = {}
+    for stop in (3, 5, len(INPUTS)):
+        for number, rows in sd.decode_stream(TARGET, INPUTS, skip=tuple(found), **options):
+            found[number] = rows
+            if len(found) >= stop:
+                break
+    assert len(found) == len(INPUTS)
+    for number, (row,) in expected.items():
+        assert found[number][0].tokens == row.tokens
+    assert sum(rows[0].stats.accepted for rows in found.values()) > 0
+
+
+@pytest.mark.slow
 def test_samples_of_one_input():
     options = dict(
         num_samples=3, verifier="gumbel", sampling=sd.SamplingConfig(temperature=0.9), key=KEY

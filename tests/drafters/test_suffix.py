@@ -213,6 +213,44 @@ def test_a_jobs_outputs_are_those_of_plain_decoding(target, way):
         assert history.outputs == 2 * len(INPUTS) and len(history._ids) <= 512
 
 
+PAIRS = {
+    "horizontal": lambda model: sd.HorizontalCascade(sd.SuffixDrafter(min_match=2), model, 4),
+    "vertical": lambda model: sd.VerticalCascade(model, sd.SuffixDrafter(), 2),
+    "the better": lambda model: sd.BestOf(sd.SuffixDrafter(), model, costs=(0, 0.1)),
+    "gate": lambda model: sd.GatedDrafter(sd.SuffixDrafter(), least=0.3),
+    "gate in a pair": lambda model: sd.HorizontalCascade(
+        sd.GatedDrafter(sd.SuffixDrafter()), model, 4
+    ),
+    "merged": lambda model: sd.MergedDrafter(sd.SuffixDrafter(), model),
+}
+
+
+@parametrize("name", PAIRS, first=1)
+def test_a_history_inside_another_drafter(target, name):
+    """Rows at temperature 0 and above it; what was accepted of the history's drafts is counted."""
+    sampling = sd.SamplingConfig(temperature=[0.0, 1.0] * (len(INPUTS) // 2))
+    options = dict(OPTIONS, sampling=sampling, key=jax.random.key(3))
+    expected = dict(sd.decode_stream(target, INPUTS, verifier="gumbel", **options))
+    ways = [dict(verifier="gumbel"), dict(verifier="block")]
+    if name == "merged":
+        trees = (sd.Tree.uniform((2, 1), verifier=verifier) for verifier in ("gumbel", "point"))
+        ways = [dict(tree=tree, gamma="auto") for tree in trees]
+    history = sd.SuffixHistory(target, PAIRS[name](sd.ModelDrafter(noisy_copy(target, 0.1, 1))))
+    assert history.drafter.remembers
+
+    def decode(way=0):
+        return dict(sd.decode_stream(target, INPUTS, learner=history, **options | ways[way]))
+
+    for found in (decode(), decode()):
+        assert {n: row.tokens for n, (row,) in found.items()} == {
+            n: row.tokens for n, (row,) in expected.items()
+        }
+        assert sum(row.stats.accepted for (row,) in found.values()) > 0
+    assert history.outputs == 2 * len(INPUTS) and compilations(decode) == 0
+    with pytest.raises(sd.UnsupportedCombination, match="expected 'gumbel' above temperature 0"):
+        decode(1)
+
+
 LIKE = (
     *("{} is learning German.", "{} told me that the train was late.", "Did you see {} yesterday?"),
     *("I have not seen {} since last summer.", "{} opened the window and looked outside."),
@@ -321,6 +359,10 @@ def test_arguments_are_checked(target):
         (lambda: sd.SuffixDrafter(min_match=0), "min_match: got 0"),
         (lambda: sd.SuffixHistory(target, capacity=100), "capacity: got 100, expected a power of"),
         (lambda: sd.SuffixHistory(target, sd.PromptLookupDrafter()), "history: got .*, expected"),
+        (
+            lambda: sd.SuffixHistory(target, sd.BestOf(sd.SuffixDrafter(), sd.SuffixDrafter())),
+            "as drafter, expected one SuffixDrafter without texts, alone or",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             make()

@@ -91,7 +91,10 @@ def test_tokens_of_programs_without_a_distribution(runs, others):
 
 @pytest.mark.slow
 def test_the_rest_of_the_table(folder):
-    """Drawn rows on every mesh, autoregressive decoding, refilled rows, GPT, the command line."""
+    """Drawn rows on every mesh, autoregressive decoding, refilled rows, GPT, the command line.
+
+    Also drafters that learn while they decode: a history, token recycling.
+    """
     found = result(start(folder, "more"))
     for mesh in ("1x1", "1x4"):
         assert found[mesh] == found["none"]
@@ -99,6 +102,9 @@ def test_the_rest_of_the_table(folder):
         assert found[mesh + ", plain"] == found["none, plain"]
     rows = [row[:limit] for row, limit in zip(found["none"]["tokens"], (8, 5, 8, 6), strict=True)]
     assert found["2x2, refilled"] == [rows[row] for row in (0, 1, 2, 3, 1, 2)]
+    assert len(found["2x2, remembered"]) == 5
+    for name, tokens in found["2x2, remembered"].items():
+        assert tokens == found["none, coupled"], name
     assert found["command"][0] == found["command"][1] and len(found["command"][0].splitlines()) == 5
     assert (
         found["benchmark"]["options"]["mesh"] == "1x2"

@@ -68,14 +68,39 @@ def decode(target, drafter, temperatures=MIXED) -> dict:
     }
 
 
-def refilled(target, drafter) -> list:
+def refilled(target, drafter, **more) -> list:
     """Returns the tokens of six inputs that go through four rows, which are refilled."""
     rows = [0, 1, 2, 3, 1, 2]
     outputs = sd.decode_stream(
-        target, [INPUTS[row] for row in rows], batch_size=4, drafter=drafter, **options(rows)
+        target,
+        [INPUTS[row] for row in rows],
+        batch_size=4,
+        drafter=drafter,
+        **options(rows),
+        **more,
     )
     result = dict(outputs)
     return [result[place][0].tokens for place in range(len(rows))]
+
+
+def remembered(target, drafter) -> dict:
+    """Returns the tokens of the refilled rows with drafters that learn while they decode."""
+    history = sd.SuffixHistory(target, capacity=512)
+    cascade = sd.HorizontalCascade(sd.SuffixDrafter(min_match=2), drafter, 2)
+    found = {
+        "history": refilled(target, None, learner=history, verifier="gumbel"),
+        "its texts": refilled(target, history.drafter, verifier="gumbel"),
+        "before a model": refilled(
+            target,
+            None,
+            learner=sd.SuffixHistory(target, cascade, capacity=512),
+            verifier="gumbel",
+        ),
+    }
+    for shared in (False, True):
+        tables = sd.TokenRecycling(target.config.vocab_size, shared=shared)
+        found[f"recycling, shared {shared}"] = refilled(target, tables, verifier="gumbel")
+    return found
 
 
 def rejected(call) -> str:
@@ -199,6 +224,8 @@ def more(folder: pathlib.Path) -> dict:
             result[name] = decode(*models)
         else:
             result[name + ", refilled"] = refilled(*models)
+            result[name + ", remembered"] = remembered(*models)
+            result["none, coupled"] = refilled(alone[0], None, verifier="gumbel")
         result[name + ", plain"] = decode(models[0], None)
     # The bundled drafter reads the target's encoder output; five sentences are no whole number of
     # batches.

@@ -139,6 +139,19 @@ ALL: dict[str, dict[str, Sequence[str]]] = {
 }
 
 
+# Beside plain decoding; the first three in a quick run too.
+DRAFTERS: dict[str, Sequence[str]] = {
+    "plain": ("--gamma=0",),
+    "EAGLE, one layer of width 1,024, γ = 7": (
+        "--drafter=eagle:t5_1_1/large",
+        "--drafter_layers=1",
+        "--gamma=7",
+    ),
+    "`suffix`, γ = 16": ("--drafter=suffix", "--gamma=16"),
+    "`lookahead`, 57 nodes": ("--drafter=lookahead",),
+}
+
+
 def measure_tpu(settings: Settings) -> Rows:
     """Compiles T5-XXL with drafters for TPUs; seconds are the compiler's estimates."""
     if importlib.util.find_spec("libtpu") is None:
@@ -151,6 +164,19 @@ def measure_tpu(settings: Settings) -> Rows:
     if not settings.quick:
         rows["paper"] = estimate_paper()
     return rows
+
+
+def measure_tpu_drafters(settings: Settings) -> Rows:
+    """Compiles T5-XXL with other drafters for a TPU v4, and compares iterations with plain ones."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise Skipped("libtpu is not installed")
+    names = list(DRAFTERS)[: settings.choose(len(DRAFTERS), 3)]
+    rows = {name: estimate(*DRAFTERS[name]) for name in names}
+    plain_ms = rows["plain"].get("iteration_ms")
+    for name in names[1:]:
+        if plain_ms and rows[name].get("iteration_ms"):
+            rows[name]["break_even"] = round(rows[name]["iteration_ms"] / plain_ms, 3)
+    return {"v4": rows}
 
 
 def estimate_paper() -> dict[str, Row]:
@@ -179,6 +205,8 @@ def format_tpu(row: Row) -> str:
     if row["iteration_ms"] is not None:
         text += f"; {row['iteration_ms']:.1f} ms an iteration"
     text += f", its bytes {row['floor_ms']:.1f}"
+    if "break_even" in row:
+        text += f"; pays from {row['break_even']:.2f} tokens a call"
     if row.get("collectives"):
         text += f"; {sum(row['collectives'].values())} collectives"
     return text

@@ -94,4 +94,10 @@ STAGES: dict[str, Stage] = {
         elsewhere.measure_tpu,
         elsewhere.format_tpu,
     ),
+    "tpu_drafters": Stage(
+        "T5-XXL in bfloat16, one row, by the compiler's estimates",
+        (0.9, 0.7),
+        elsewhere.measure_tpu_drafters,
+        elsewhere.format_tpu,
+    ),
 }
