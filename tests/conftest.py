@@ -52,6 +52,14 @@ def pytest_configure(config):
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
+def pytest_collectstart(collector):
+    """Makes random weights of toy models cheap, also of those that are made by importing a test."""
+    if isinstance(collector, pytest.Session):
+        import random_weights
+
+        random_weights.install()
+
+
 def pytest_collection_finish(session):
     """Lets Python's collector pass over everything that is there before the first test."""
     gc.freeze()
@@ -136,6 +144,16 @@ def optimised():
     jax.config.update("jax_disable_most_optimizations", False)
     yield {"xla_cpu_use_fusion_emitters": True} if QUICK in os.environ.get("XLA_FLAGS", "") else {}
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module")
+def compiled_weights():
+    """Makes random weights by the program that makes users' ones."""
+    from specdec_jax.models import language_model, network
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(language_model, "random_params", network.random_params)
+        yield
 
 
 @pytest.fixture(scope="module")
