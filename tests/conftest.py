@@ -17,6 +17,10 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"  # no number changes its type
 # optimisation.
 QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
+# Python's collector goes through all objects again and again, which takes half of the time of
+# collecting tests, and a tenth of that of running them.
+gc.set_threshold(50_000, 10, 20)
+
 
 def known(flags: str) -> bool:
     """Returns whether XLA has these flags: a process that asks for others ends where XLA starts."""
@@ -46,6 +50,19 @@ def pytest_configure(config):
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir("programs"))
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+def pytest_collectstart(collector):
+    """Makes random weights of toy models cheap, also of those that are made by importing a test."""
+    if isinstance(collector, pytest.Session):
+        import random_weights
+
+        random_weights.install()
+
+
+def pytest_collection_finish(session):
+    """Lets Python's collector pass over everything that is there before the first test."""
+    gc.freeze()
 
 
 def pytest_report_header(config):
@@ -127,6 +144,16 @@ def optimised():
     jax.config.update("jax_disable_most_optimizations", False)
     yield {"xla_cpu_use_fusion_emitters": True} if QUICK in os.environ.get("XLA_FLAGS", "") else {}
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module")
+def compiled_weights():
+    """Makes random weights by the program that makes users' ones."""
+    from specdec_jax.models import language_model, network
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(language_model, "random_params", network.random_params)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,9 @@ from specdec_jax.speculative.processors import Context
 pytestmark = pytest.mark.usefixtures("quick")
 CASES = json.loads((GOLDEN / "hf_defaults.json").read_text(encoding="utf-8"))
 DECODED = [name for name, case in CASES.items() if "tokens" in case]
+# The fields of the others are among those of these.
+QUICK = ("none", "max_length", "both maxima", "last", "min_new_tokens", "too long a minimum")
+QUICK += ("beams, early", "beams, processed", "neutral", "everything", "old config.json", "prompts")
 SAMPLED = [name for name, case in CASES.items() if "scores" in case]
 
 
@@ -48,7 +51,10 @@ def new_tokens(result):
     return [row[:length].tolist() for row, length in zip(result.tokens, result.lengths)]
 
 
-@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DECODED],
+)
 def test_transformers_tokens(name, tmp_path):
     case = CASES[name]
     model, _ = load(folder_of(case, tmp_path / "model"))

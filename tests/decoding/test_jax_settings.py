@@ -13,7 +13,7 @@ from toy_models import compilations
 import specdec_jax as sd
 from specdec_jax.commands import main
 
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = pytest.mark.usefixtures("quick", "compiled_weights")
 SETTINGS = {
     "jax_enable_x64": True,
     "jax_numpy_rank_promotion": "raise",

@@ -74,6 +74,7 @@ DRAFTERS = {
 COVERED = (
     *("latest", "shortlist", "parallel", "eagle", "8 bits", "trigrams", "recycling", "gated"),
     *("vertical cascade", "horizontal cascade", "better of two", "suffix"),
+    *("self", "early exit", "heads", "lookup", "assisted"),
 )
 
 

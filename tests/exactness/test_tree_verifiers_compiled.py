@@ -173,7 +173,7 @@ def test_one_branch_is_verified_as_the_chain(kind, name, same):
 # --- NaN, and ids that are not there ---
 
 
-@pytest.mark.parametrize("name", TREE_VERIFIERS)
+@tiers.parametrize("name", TREE_VERIFIERS, first=2)
 def test_a_distribution_that_is_not_a_number_leaves_no_token(name):
     """NaN at node 0 leaves no token; NaN after a node that is not reached changes nothing."""
     kind = next(kind for kind, names in CHILDREN.items() if name in (*names, *LOSSY_TREES))

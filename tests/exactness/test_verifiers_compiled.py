@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 import toy
 from enumerations import (
     DELTA,
@@ -80,7 +81,7 @@ def middles(breaks):
     return [((low + high) / 2, high - low) for low, high in intervals(breaks)]
 
 
-@pytest.mark.parametrize("point", [False, True], ids=["sampled", "point mass"])
+@tiers.parametrize("point", [False, True], ids=["sampled", "point mass"], first=1)
 @pytest.mark.parametrize("name", ENUMERATED)
 def test_jax_decisions_integrate_to_the_transition(name, point):
     """Uniforms just below each threshold of acceptance give exactly the distribution."""

@@ -63,29 +63,29 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    """One device beside two times two."""
+    """Two times two devices."""
     return result(start(folder, "2x2"))
 
 
 @pytest.fixture(scope="module")
 def others(folder):
-    """Other meshes, and tables for every layer."""
+    """One device, other meshes, and tables for every layer."""
     return result(start(folder, "meshes"))
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_one_device(runs):
+def test_tokens_are_those_of_one_device(runs, others):
     """Rows of argmax and drawn ones, with a drafter."""
-    alone = runs["none"]
+    alone = others["none"]
     assert runs["2x2"] == alone
     assert 0 < alone["accepted"] < alone["drafted"], "some drafts must be accepted, and some not"
 
 
 @pytest.mark.slow
-def test_tokens_of_programs_without_a_distribution(runs, others):
+def test_tokens_of_programs_without_a_distribution(others):
     """Rows of argmax alone, with a drafter and without."""
     for name in ("1x4, argmax", "1x1, plain, argmax"):
-        assert others[name]["tokens"][:2] == runs["none"]["tokens"][:2]
+        assert others[name]["tokens"][:2] == others["none"]["tokens"][:2]
     assert others["1x4, argmax"]["tokens"] == others["1x1, plain, argmax"]["tokens"]
 
 
@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_rejected(runs):
 
 
 @pytest.mark.slow
-def test_two_processes(folder, runs):
+def test_two_processes(folder, runs, others):
     """Two processes read one part each, and both have the outputs."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -194,7 +194,7 @@ def test_two_processes(folder, runs):
         for process in both:
             process.kill()
     for found in results:
-        assert found["tokens"] == runs["none"]["tokens"] and found["processes"] == 2
+        assert found["tokens"] == others["none"]["tokens"] and found["processes"] == 2
         assert found["kernel"] == [[HIDDEN, WIDTH], [[HIDDEN // 2, WIDTH]]]
         assert found["largest read"] == V * WIDTH // 2
         assert found["identity"] == runs["identity"][0]

@@ -335,7 +335,7 @@ def adapted(name: str, order=range(B), **options):
     )
 
 
-@pytest.mark.parametrize("name", sorted(CHOICES))
+@tiers.parametrize("name", sorted(CHOICES), first=2)
 def test_greedy_output_is_that_of_plain_decoding(name):
     """Rows draft by their own history alone, and nothing compiles for another γ."""
     result = adapted(name)

@@ -131,7 +131,7 @@ def test_candidates_of_a_step():
         dict(tree=DynamicTree(3, 2, 8, "gumbel")),
     ],
     ids=["chain", "tree", "dynamic tree"],
-    first=2,
+    first=1,
 )
 def test_noise_of_the_drafts_positions(drafting):
     """A drafter that is the target proposes, by each position's noise, what the target takes."""

@@ -166,10 +166,10 @@ def tables() -> dict:
 
 
 def two_by_two(folder: pathlib.Path) -> dict:
-    """Returns tokens on one device and on two times two, where arrays lie, and what is rejected."""
+    """Returns tokens on two times two devices, where arrays lie, and what is rejected."""
     alone = load(folder, None)
     target, drafter = load(folder, sd.make_mesh(2, 2))
-    found: dict = {"none": decode(*alone), "2x2": decode(target, drafter)}
+    found: dict = {"2x2": decode(target, drafter)}
     found["compiled again"] = compilations(lambda: decode(target, drafter))
     found["of 2x2"] = described(target, drafter, flatten(alone[0].params))
     found["identity"] = [identity(alone[0]), identity(target)]
@@ -200,17 +200,18 @@ def two_by_two(folder: pathlib.Path) -> dict:
 
 
 def meshes(folder: pathlib.Path) -> dict:
-    """Returns tokens of argmax rows on two other meshes, each device's parts, and tables'."""
-    alone = sd.load(folder / "target", "float32")
+    """Returns tokens on one device, and on two other meshes for argmax rows; and all parts."""
+    alone = load(folder, None)
     first, four = load(folder, sd.make_mesh(1, 1)), load(folder, sd.make_mesh(1, 4), True)
     found = {
+        "none": decode(*alone),
         "1x4, argmax": decode(*four, ARGMAX),
         "1x1, plain, argmax": decode(first[0], None, ARGMAX),
-        "identity": [identity(model) for model in (alone, first[0], four[0])],
+        "identity": [identity(model) for model in (alone[0], first[0], four[0])],
         "tables": tables(),
     }
     for name, models in (("1x1", first), ("1x4", four)):
-        found["of " + name] = described(*models, flatten(alone.params))
+        found["of " + name] = described(*models, flatten(alone[0].params))
     return found
 
 

@@ -8,6 +8,7 @@ import functools
 import typing
 
 import beartype
+import flax.linen
 import jax
 import numpy as np
 from beartype.door import is_bearable
@@ -74,12 +75,25 @@ def _check_record(value) -> None:
                     raise AnnotationError(f"{type(value).__name__}.{name}: got {got}")
 
 
+_PLAIN = (bool, int, float, str, type(None))
+
+
 @functools.cache
 def _fields(record: type) -> dict:
-    """The annotation of each field that is of arrays; None for others, which may be records."""
+    """The annotation of each field that is of arrays; None for others, which may be records.
+
+    Left out is what holds no array: plain values, and modules, whose parameters come with a call.
+    """
     ours = record.__module__.startswith(("specdec_jax.models.", "specdec_jax.speculative."))
-    if not ours or not (hasattr(record, "_fields") or dataclasses.is_dataclass(record)):
+    if not ours or issubclass(record, flax.linen.Module):
+        return {}
+    if not (hasattr(record, "_fields") or dataclasses.is_dataclass(record)):
         return {}
     names = getattr(record, "_fields", None) or [field.name for field in dataclasses.fields(record)]
-    result = _of_arrays(typing.get_type_hints(record))
-    return {name: result.get(name) for name in names}
+    kinds = typing.get_type_hints(record)
+    result = _of_arrays(kinds)
+    return {name: result.get(name) for name in names if not _is_plain(kinds.get(name))}
+
+
+def _is_plain(kind) -> bool:
+    return all(part in _PLAIN for part in typing.get_args(kind) or (kind,))

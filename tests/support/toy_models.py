@@ -29,12 +29,13 @@ def noisy_copy(model: LanguageModel, scale: float, seed: int = 0) -> LanguageMod
     """
     rng = np.random.default_rng(seed)
 
-    def noisy(x):
-        return x + scale * jnp.std(x) * rng.normal(size=x.shape).astype(np.float32)
+    def noisy(x):  # in numpy, which compiles nothing
+        values = np.array(x, np.float32)
+        noise = rng.normal(size=x.shape).astype(np.float32)
+        values += np.float32(scale) * np.std(values) * noise
+        return jnp.asarray(values.astype(x.dtype))
 
-    params = jax.tree.map(
-        lambda x: noisy(jnp.asarray(x, jnp.float32)).astype(x.dtype), model.params
-    )
+    params = jax.tree.map(noisy, model.params)
     return LanguageModel(model.config, params, start_token=model.start_token, eos_ids=model.eos_ids)
 
 
