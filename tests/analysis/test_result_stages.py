@@ -1,12 +1,14 @@
 """Tests the stages of `scripts/results.py` on toy models: known outputs, rows, cells."""
 
 import gzip
+import sys
 
 import pytest
 from toy_models import tiny_t5
 
 from specdec_jax.decoding.generate import generate
 from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
+from tools.accelerator_figures import ReportSetup
 from tools.results import copying, elsewhere, rounding_stages, shapes, whole_files
 from tools.results.cases import format_speed, time_cases
 from tools.results.stage import Settings, Skipped
@@ -79,3 +81,23 @@ def test_cells():
 def test_a_quick_run_takes_minutes():
     assert sum(stage.minutes[True] for stage in STAGES.values()) < 21
     assert sum(stage.minutes[False] for stage in STAGES.values()) < 125
+
+
+def test_the_report_of_an_accelerator_becomes_rows(load_script, monkeypatch):
+    """In this process: another one would find the accelerator taken."""
+    script = load_script("accelerator_report")
+    monkeypatch.setitem(sys.modules, "accelerator_report", script)
+    setup = ReportSetup(targets=("t5_1_1/xxl",), batches=(1, 8))
+    about = {"milliseconds": {"median": 2.0, "least": 1.0, "most": 3.0}}
+
+    def measure(stage, figures, threads, before):
+        for one in figures:
+            gain = {"improvement": 2.5} if "alpha" in one.name and "copy" in before else {}
+            yield {"figure": one.name, **about, **gain}
+
+    monkeypatch.setattr(script, "measure", measure)
+    rows = elsewhere.measure_report(setup)
+    assert elsewhere.format_figure(rows["brief"]["α = 0.75, 8 rows"]) == "2 ms, 2.50 times plain"
+    assert rows["t5_1_1/xxl"]["plain, 1 row"] == {"milliseconds": 2.0}
+    with pytest.raises(Skipped, match="no accelerator"):
+        elsewhere.measure_accelerator(Settings(None, True))

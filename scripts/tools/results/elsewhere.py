@@ -1,5 +1,6 @@
 """Stages that run other programs: T5X beside ours, and the TPU's compiler."""
 
+import gc
 import importlib.util
 import json
 import pathlib
@@ -12,6 +13,8 @@ from typing import Any
 
 import jax
 
+from tools.accelerator_figures import ReportSetup
+from tools.accelerator_stages import stages
 from tools.results.stage import Row, Rows, Settings, Skipped
 
 SCRIPTS = pathlib.Path(__file__).resolve().parents[2]
@@ -58,15 +61,23 @@ def measure_accelerator(settings: Settings) -> Rows:
     """Measures T5-XXL with T5-small on a GPU or TPU, by `accelerator_report.py`."""
     if jax.default_backend() == "cpu":
         raise Skipped("no accelerator")
-    with tempfile.TemporaryDirectory() as folder:
-        output = pathlib.Path(folder) / "record.json"
-        command = [sys.executable, str(SCRIPTS / "accelerator_report.py"), "--targets=t5_1_1/xxl"]
-        command += [f"--minutes={settings.choose(20, 10)}", f"--output={output}"]
-        # The report loads its models itself; this process must leave it the memory.
-        subprocess.run(command, check=True)
-        figures = json.loads(output.read_text(encoding="utf-8"))["figures"]
-    rows = dict(map(read_figure, figures))
-    return {"t5_1_1/xxl": rows, "brief": {name: rows[name] for name in BRIEF if name in rows}}
+    return measure_report(ReportSetup(targets=("t5_1_1/xxl",)))
+
+
+def measure_report(setup: ReportSetup) -> Rows:
+    """Returns all figures of `accelerator_report.py`, measured in this process.
+
+    Another process would find the accelerator taken, since this one has described it.
+    """
+    import accelerator_report  # it defines flags, which are not those of `results.py`
+
+    lines: dict[str, Any] = {}
+    for stage in stages(setup, accelerator_report.against(setup)):
+        for line in accelerator_report.measure(stage, stage.figures, 8, lines):
+            lines[line["figure"]] = line
+        gc.collect()  # the models of the stage
+    rows = dict(map(read_figure, lines.values()))
+    return {setup.targets[0]: rows, "brief": {name: rows[name] for name in BRIEF if name in rows}}
 
 
 def read_figure(figure: Mapping[str, Any]) -> tuple[str, Row]:
