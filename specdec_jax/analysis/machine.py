@@ -47,11 +47,17 @@ def _kernels(platform: str) -> str:
     """Returns which of the package's own kernels run on this kind of device."""
     if platform == "cpu":
         return native.describe_origin() or "none"
-    self_tests = {"gpu": gpu_attention.SELF_TEST, "tpu": fused_step_selftest.SELF_TEST}
+    self_tests = {
+        "gpu": (gpu_attention.SELF_TEST, fused_step_selftest.GPU_SELF_TEST),
+        "tpu": (fused_step_selftest.SELF_TEST,),
+    }
     if platform not in self_tests or os.environ.get(native.SETTING) == "off":
         return "none"
-    why = self_tests[platform].result()
-    return f"none, {why}" if why else "Pallas"
+    faults = [one.result() for one in self_tests[platform]]
+    why = "; ".join(fault for fault in faults if fault)
+    if not why:
+        return "Pallas"
+    return f"{'none' if all(faults) else 'some'}, {why}"
 
 
 def describe_hardware(machine: Mapping[str, Any]) -> str:
