@@ -1,5 +1,6 @@
 """Runs tests on the CPU, in float32 unless a test asks for more, with fixed examples."""
 
+import fcntl
 import gc
 import importlib.util
 import os
@@ -97,14 +98,16 @@ def no_progress():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernel():
-    """Compiles the CPU's kernels before any test reads a command's output.
+def kernel(tmp_path_factory):
+    """Compiles the CPU's kernels before any test reads a command's output, in one of the workers.
 
     Compiling them prints a line.
     """
     from specdec_jax.backends.cpu import native
 
-    native.is_available()
+    with open(tmp_path_factory.getbasetemp().parent / "kernel.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        native.is_available()
 
 
 @pytest.fixture(scope="session", autouse=True)

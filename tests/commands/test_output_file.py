@@ -118,6 +118,7 @@ def test_a_job_that_is_killed_and_interrupted_gives_the_same_file(
         )
         code, reason = (143, "terminated") if how == "SIGTERM" else (-signal.SIGKILL, "")
         assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+        assert "kernel: not used" not in done.stderr, done.stderr
         assert not reason or done.stderr.endswith(f"specdec: {reason}\n")
         *lines, torn = partial.read_bytes().split(b"\n")
         assert len(lines) == 1 + there and bool(torn) == (how == "SIGKILL" and there < 12)

@@ -1,11 +1,15 @@
 """Runs commands in this process, with tiny models, folders and outputs for all tests."""
 
+import shutil
+
 import jax
 import pytest
 from announcements import without_course
 
 import specdec_jax as sd
+from specdec_jax.backends.cpu import native
 from specdec_jax.commands import main
+from specdec_jax.files import user_cache
 from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary
 
 CONFIG = sd.T5Config(64, 16, 2, 8, 1, 1, 24)
@@ -48,8 +52,14 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
-    """Uses one compilation cache for all tests of a file, and restores JAX's settings."""
+    """Uses one compilation cache for all tests of a file, and restores JAX's settings.
+
+    The CPU's kernels are in it from the beginning: processes that had to compile them could run out
+    of time, and would then decode without them, which changes last bits.
+    """
     base = tmp_path_factory.getbasetemp() / "cache"
+    if not base.exists() and native.is_available():
+        shutil.copytree(user_cache.private_folder("kernel"), base / "specdec_jax" / "kernel")
     monkeypatch.setenv("XDG_CACHE_HOME", str(base))
     names = [
         "jax_compilation_cache_dir",
