@@ -1,6 +1,7 @@
 """Runs tests on the CPU, in float32 unless a test asks for more, with fixed examples."""
 
 import fcntl
+import functools
 import gc
 import importlib.util
 import os
@@ -157,6 +158,16 @@ def compiled_weights():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(language_model, "random_params", network.random_params)
         yield
+
+
+@pytest.fixture(scope="module")
+def theory_once():
+    """Draws the part of the report that is the same on every page once; returns that function."""
+    from specdec_jax.analysis.report import page
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "_list_theory", functools.cache(page._list_theory))
+        yield page._list_theory
 
 
 @pytest.fixture(scope="module")

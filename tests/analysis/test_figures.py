@@ -29,6 +29,8 @@ from specdec_jax.analysis.report import paper, plots, records, rows
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.commands import benchmark, main
 
+pytestmark = pytest.mark.usefixtures("theory_once")
+
 
 def write_page(found):
     return report_page.report([(pathlib.Path(path), parse(record)) for path, record in found])
@@ -348,11 +350,12 @@ def test_what_drafts_less_than_it_may_is_predicted_by_the_calls_counted():
     assert [row.predicted for row in rows.list_rows(parse(record))] == [1.375, None]
 
 
-def test_the_page_stands_alone_and_is_the_same_again(page):
+def test_the_page_stands_alone_and_is_the_same_again(page, theory_once):
     text = page("one.html")
     # Theory, a timeline, bars of two records, a tree and its mask, and the panels of a measurement.
     assert text.count("<svg") == 3 + 1 + 2 + 2 + 5 == text.count("</svg>")
     assert not re.findall(r"<script|<link|<img|src=|@import|url\((?!#)", text)
+    theory_once.cache_clear()
     assert text == page("two.html")
 
 

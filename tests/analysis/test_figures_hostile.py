@@ -27,6 +27,8 @@ from specdec_jax.analysis.report import plots, records
 from specdec_jax.commands import main
 from specdec_jax.speculative import trees, verifiers
 
+pytestmark = pytest.mark.usefixtures("theory_once")
+
 SAME = {"positions": 9, "counted": 0.5, "overlap": 0.5, "difference": 0.0, "standard_error": None}
 LENIENT = BENCHMARK["options"] | {"verifier": "lenient", "lenience": 0.5}
 KINDS = {
