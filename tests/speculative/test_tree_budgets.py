@@ -287,28 +287,32 @@ def test_a_trace_shows_the_entropies_of_all_nodes():
         assert len(set.union(set(), *by_parent.values())) == len(by_parent)
 
 
+SAMPLED_TREES = [
+    Tree((0, 0, 1, 1, 2), "drawn", "recursive"),
+    Tree((0, 0, 1, 1, 2), "drawn", "traversal"),
+    Chains(3, 2),
+    Tree((0, 0, 1, 1, 2), "mixed"),
+    DynamicTree(2, 2, 5),
+    DynamicTree(2, 3, 7, "top"),
+]
+SAMPLED_POLICIES = [
+    sd.Confidence(4, threshold=0.12),
+    sd.EntropyBound(4, scale=0.1),
+    sd.Entropy(4),
+    sd.CostAware(4, verify_cost=2.0),
+]
+
+
 @slow
 @pytest.mark.parametrize(
-    "tree",
+    "policy, tree",
     [
-        Tree((0, 0, 1, 1, 2), "drawn", "recursive"),
-        Tree((0, 0, 1, 1, 2), "drawn", "traversal"),
-        Chains(3, 2),
-        Tree((0, 0, 1, 1, 2), "mixed"),
-        DynamicTree(2, 2, 5),
-        DynamicTree(2, 3, 7, "top"),
+        (policy, tree)
+        for row, policy in enumerate(SAMPLED_POLICIES)
+        for column, tree in enumerate(SAMPLED_TREES)
+        if (row + column) % 2 == 0  # two policies for each tree
     ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "policy",
-    [
-        sd.Confidence(4, threshold=0.12),
-        sd.EntropyBound(4, scale=0.1),
-        sd.Entropy(4),
-        sd.CostAware(4, verify_cost=2.0),
-    ],
-    ids=lambda policy: type(policy).__name__,
+    ids=lambda value: str(value) if isinstance(value, tuple) else type(value).__name__,
 )
 def test_distribution_through_the_engine(policy, tree):
     target, draft = hash_pair()
