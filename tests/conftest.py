@@ -75,18 +75,24 @@ def pytest_report_header(config):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_programs():
-    """Frees the compiled programs of a test file at its end.
+def little_memory(request):
+    """Frees what a test file has kept at its end: compiled programs, and models it caches.
 
-    Each holds memory mappings, and XLA's compiler crashes when a process has no more of them (Linux
-    allows some 65,000). Collecting takes half a second, and so is left to when there are many.
+    Programs hold memory mappings, and XLA's compiler crashes when a process has no more of them
+    (Linux allows some 65,000). Collecting takes half a second, so it waits until there is much.
     """
     yield
     import jax
 
     jax.clear_caches()
-    mappings = pathlib.Path("/proc/self/maps")
-    if not mappings.is_file() or mappings.read_bytes().count(b"\n") > 20_000:
+    for value in vars(request.module).values():
+        if getattr(value, "__module__", None) == request.module.__name__:
+            getattr(value, "cache_clear", lambda: None)()
+    process = pathlib.Path("/proc/self")
+    if not process.is_dir() or (
+        (process / "maps").read_bytes().count(b"\n") > 20_000
+        or int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 2e9
+    ):
         gc.collect()
 
 

@@ -3,6 +3,7 @@
 What needs data, devices or packages that are not there is run up to the error that says so.
 """
 
+import gc
 import importlib.util
 import io
 import re
@@ -57,6 +58,7 @@ def run(folder, monkeypatch, capsys):
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(open(argv[place + 1], "rb")))
             argv = argv[:place]
         code = main.main([argv[0], *argv[1:], *smaller(argv)])
+        gc.collect()  # some commands make models of a gigabyte
         printed = capsys.readouterr().err
         for need, (pattern, message) in NEEDS.items():
             if (

@@ -1,5 +1,7 @@
 """Samples decodes on the production random path and compares their distribution by G-tests."""
 
+import contextlib
+
 import jax
 import numpy as np
 import scipy.stats
@@ -85,7 +87,8 @@ def sample(
             key=key,
             **options,
         )
-        state = run(target.network, request.drafter, state, np.int32(99))
+        with optimised():
+            state = run(target.network, request.drafter, state, np.int32(99))
         first = int(request.prefix_lengths[0])
         tokens, counted = jax.device_get((state.tokens[:, first : first + POSITIONS], state.counts))
         valid = np.arange(POSITIONS) < np.asarray(state.lengths)[:, None] - first
@@ -95,6 +98,17 @@ def sample(
             [counted.examined_by_position.sum(axis=0), counted.accepted_by_position.sum(axis=0)]
         )
     return counts, np.sum(stats, axis=0)
+
+
+@contextlib.contextmanager
+def optimised():
+    """Compiles as users' programs are, which pays for so many rows, in a file of `quick` ones."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def hash_pair():
