@@ -437,6 +437,7 @@ def test_copies_are_one_pass_each_within_one_program():
     )
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_is_there_and_what_is_not(tmp_path, capsys):
     path = tmp_path / "gpu.json"
     records.write_record(str(path), ACCELERATOR)

@@ -249,6 +249,7 @@ def test_cost_counts_encoders_calls_and_drafts():
     ) == pytest.approx(2 + 5)
 
 
+@pytest.mark.slow
 def test_every_drafter_with_a_model_of_its_own_has_a_timed_encoder():
     """Also one without single draft steps, such as the better of two drafters."""
     target, model = tiny_t5(0, 16), tiny_t5(1, 16)

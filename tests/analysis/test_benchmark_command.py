@@ -73,6 +73,7 @@ def test_progress_of_every_part_is_shown(monkeypatch, target, batches, options):
     )
 
 
+@pytest.mark.slow
 def test_lossy_verifier_in_the_speculative_variant(batches, target):
     """With lenience near 0 whatever is drafted is accepted; plain decoding knows nothing of it."""
     drafter = ModelDrafter(LanguageModel.random(CONFIG, seed=1))
@@ -89,6 +90,7 @@ def test_lossy_verifier_in_the_speculative_variant(batches, target):
     assert rates[0] < rates[1] == 1
 
 
+@pytest.mark.slow
 def test_block_verification_has_no_rate_to_predict_from(target, batches, options, measured):
     """Block verification verifies a draft as a whole: neither engine nor sum gives a rate."""
     block = dataclasses.replace(options, verifier="block", temperature=1.0).decoding()

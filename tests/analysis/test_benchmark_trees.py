@@ -53,6 +53,7 @@ def measured(target, options, batches):
     return json.loads(json.dumps(record)), problems
 
 
+@pytest.mark.slow
 def test_record(measured, target, batches):
     record, problems = measured
     assert problems == []

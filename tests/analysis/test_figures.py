@@ -574,6 +574,7 @@ def test_plots_have_the_pages_colours():
     assert len(ids) == len(set(ids)), "a marker of one plot would stand in another"
 
 
+@pytest.mark.slow
 def test_only_what_reads_or_writes_records_imports_pydantic():
     program = """if True:
         import sys

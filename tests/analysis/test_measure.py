@@ -137,6 +137,7 @@ def test_hit_rate_is_that_of_the_distributions_computed_one_by_one(name):
                 assert found["mixed"][row, t, k - 1] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_hit_rate_of_a_sample():
     """The hit rate of one child is α; every further child adds what the record has."""
     drafter, batches = ModelDrafter(DRAFT), make_batches(8, 4)
@@ -317,6 +318,7 @@ def test_counting_and_overlap_agree_on_the_same_positions(name):
     assert 0 < abs(found.difference) < 3 * found.standard_error < 0.05
 
 
+@pytest.mark.slow
 def test_counting_and_overlap_agree_whatever_verifies_the_rest():
     """A lossy verifier's settings do not count; rows that fill up a batch have no positions."""
     drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), make_batches(5, 4)
@@ -368,6 +370,7 @@ def test_another_drafters_distribution_does_not_agree(monkeypatch):
     assert found.difference != 0
 
 
+@pytest.mark.slow
 def test_damaged_models_are_named_with_the_number_of_the_input():
     """Batches are sorted by length: the number is the one that the input had before."""
     inputs = [[3, 4, 5, 6, 1], [7, 1], [3, 2, 2, 1]]

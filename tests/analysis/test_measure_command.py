@@ -37,6 +37,7 @@ def sentences(tmp_path):
     return tmp_path / "sentences.txt"
 
 
+@pytest.mark.slow
 @tiers.parametrize("drafter", ["DRAFTER", "lookup"], first=1)
 def test_command(specdec, sentences, tmp_path, drafter):
     files = ["--input_file", sentences, "--output", tmp_path / "record.json"]

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 GAIN = {"median": 2.5, "least": 2.0, "most": 3.0}
 
 
+@pytest.mark.slow
 def test_an_output_is_forced_and_a_copying_drafter_sees_it():
     model = tiny_t5(0)
     inputs = [[5, 9, 7, 11, 8, 6, 1], [7, 5, 6, 9, 12, 10, 1]]
@@ -83,6 +84,7 @@ def test_a_quick_run_takes_minutes():
     assert sum(stage.minutes[False] for stage in STAGES.values()) < 125
 
 
+@pytest.mark.slow
 def test_the_report_of_an_accelerator_becomes_rows(load_script, monkeypatch):
     """In this process: another one would find the accelerator taken."""
     script = load_script("accelerator_report")

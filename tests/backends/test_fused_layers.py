@@ -122,6 +122,7 @@ def test_numbers_are_those_of_the_layers(calls, rows, length, shape):
                 np.testing.assert_array_equal(a, c)
 
 
+@pytest.mark.slow
 def test_numbers_at_the_first_and_the_last_slots(calls):
     """There the bias's row is shifted as far as it can be."""
     network = t5(relative_bias_per_layer=True, decoder_layers=1).network
@@ -193,6 +194,7 @@ def test_meshes_and_the_setting_leave_the_layers_to_xla(monkeypatch):
 class TestSelfTest:
     """What a process tries once before a GPU drafts."""
 
+    @pytest.mark.slow
     def test_good_kernels_are_used(self, capsys):
         assert fused_step_selftest.GPU_SELF_TEST.result() is None
         assert capsys.readouterr().err == ""

@@ -250,6 +250,7 @@ class TestTrial:
         yield step
         fused_step_selftest.SELF_TEST.forget()
 
+    @pytest.mark.slow
     def test_a_good_kernel_is_used(self, capsys):
         assert fused_step_selftest.SELF_TEST.result() is None and capsys.readouterr().err == ""
 

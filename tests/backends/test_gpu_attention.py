@@ -231,6 +231,7 @@ class TestTrial:
         yield
         gpu_attention.SELF_TEST.forget()
 
+    @pytest.mark.slow
     def test_good_kernels_are_used(self, capsys):
         assert gpu_attention.find_fault() is None
         assert gpu_attention.SELF_TEST.passed() and capsys.readouterr().err == ""
@@ -255,6 +256,7 @@ class TestTrial:
             qkv.shape[1], 9
         ) <= padded
 
+    @pytest.mark.slow
     def test_a_case_that_fails_is_named_and_the_others_are_used(self, monkeypatch, capsys):
         kernel = gpu_attention.attend_to_cache
 

@@ -85,6 +85,7 @@ def test_compiled_once(tmp_path, compiler, capsys, settings):
     assert done.returncode == 0
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_threads_share_one(tmp_path, compiler, settings):
     compiler(f"sleep 0.3; {WORKS}")
@@ -153,6 +154,7 @@ def test_rebuild_and_off(tmp_path, compiler, monkeypatch, capsys):
         )
 
 
+@pytest.mark.slow
 @needs_compiler
 @tiers.parametrize("damage", ["cut short", "foreign", "gone", "no record", "record"], first=1)
 def test_damaged_files(tmp_path, compiler, libraries, damage):
@@ -269,6 +271,7 @@ def test_failures_are_reported_and_remembered(
     assert again() == state and calls(tmp_path) == 3
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_numbers_that_are_off(libraries):
     """A library whose handlers are exchanged loads, and does not give the products."""

@@ -62,6 +62,7 @@ def test_a_full_disk(tmp_path, compiler, monkeypatch):
         assert not list(disk.rglob("*.so"))
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root may mount")
 def test_a_disk_that_can_only_be_read(tmp_path, compiler, monkeypatch):
@@ -92,6 +93,7 @@ def test_a_disk_that_can_only_be_read(tmp_path, compiler, monkeypatch):
         )
 
 
+@pytest.mark.slow
 @needs_compiler
 @tiers.parametrize("part", ["cache", "cache/specdec_jax", "cache/specdec_jax/kernel"], first=1)
 def test_folders_that_others_may_write_to(tmp_path, compiler, part):

@@ -280,6 +280,7 @@ convert(sys.argv[1], sys.argv[2], "t5x_legacy")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="the system cannot kill")
 def test_killed_in_the_middle(tmp_path):
     make.FORMATS["own"](tmp_path / "source")

@@ -51,6 +51,7 @@ def test_every_number_is_the_nearest_of_its_column_or_row(shape, tmp_path):
     assert stored[WO].dtype == "int8" and stored["decoder/decoder_norm/scale"].dtype == "float32"
 
 
+@pytest.mark.slow
 def test_size_formats_and_a_second_time(tmp_path):
     params = make.random_params(TINY)
     sd.save(make.model_of(params, TINY), tmp_path / "bfloat16", dtype="bfloat16")

@@ -209,6 +209,7 @@ def process(*argv, environment, **options):
     )
 
 
+@pytest.mark.slow
 def test_process_reads_writes_and_keeps_what_it_compiled(pair, tmp_path, quick_environment):
     argv = [
         "generate",

@@ -161,6 +161,7 @@ def test_trace_lines_add_up_to_the_output(pair):
     )
 
 
+@pytest.mark.slow
 def test_benchmark(specdec, tmp_path):
     (tmp_path / "sentences.txt").write_text("Tom\nWe\nShe\n", encoding="utf-8")
     files = ["--input_file", tmp_path / "sentences.txt", "--output", tmp_path / "record.json"]

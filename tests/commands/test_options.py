@@ -114,6 +114,7 @@ DRAWN = {
 }
 
 
+@pytest.mark.slow
 @tiers.parametrize("name", sorted(ARGMAX), first=2)
 def test_options_of_argmax(decode, library, name):
     """Each changes what comes out, to what the library gives for it."""
@@ -126,6 +127,7 @@ def test_options_of_argmax(decode, library, name):
     assert result == library(sampling, **options) != plain
 
 
+@pytest.mark.slow
 @tiers.parametrize("name", sorted(DRAWN), first=1)
 def test_options_of_sampling(decode, library, name):
     flags, sampling, options = DRAWN[name]

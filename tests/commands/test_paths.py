@@ -136,6 +136,7 @@ def test_a_file_that_is_replaced_is_named_before_it_is(specdec, pair, tmp_path, 
     assert code == 2 and err.count("\n") == 1, "an error of the options is the only line"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["count", "figures"])
 def test_other_commands_name_it_too(specdec, pair, tmp_path, kind):
     write_file(tmp_path / "text", "We asked\n")

@@ -146,6 +146,7 @@ def test_one_command_makes_the_page(specdec, tmp_path):
     assert report.read_text(encoding="utf-8") == again.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_a_check_is_not_kept(specdec, monkeypatch, tmp_path):
     monkeypatch.setattr(
         benchmark, "benchmark", lambda *_: ({"a": 1}, ["gamma 2: got other tokens"])

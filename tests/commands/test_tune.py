@@ -316,6 +316,7 @@ def sentences(tmp_path):
     return tmp_path / "sentences.txt"
 
 
+@pytest.mark.slow
 @tiers.parametrize(
     ("drafter", "gammas", "flags"),
     [("random", (2, 1), []), ("DRAFTER", (2,), ["--temperature=1"])],

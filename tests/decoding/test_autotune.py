@@ -50,6 +50,7 @@ def policy_of(models, **options):
 # --- Measuring ---
 
 
+@pytest.mark.slow
 @tiers.parametrize("kind", ["model", "lookup", "learns"], first=1)
 def test_measured_for_real(models, home, kind, monkeypatch):
     """Once: the second call, and another process, find the numbers."""
@@ -86,6 +87,7 @@ def test_times_between_those_that_were_timed():
     np.testing.assert_allclose(found, [1.0, 1.2, 1.4, 1.6, 1.8, 2.2, 2.3, 2.4, 2.5], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_costs_are_measured_once_for_each_kind_of_request(models, measured):
     target, drafter = models
     kinds = [
@@ -259,6 +261,7 @@ def test_where_nothing_can_be_measured_gamma_is_4(models, measured, monkeypatch)
     assert state.config.gamma == 4 and state.policy is None and not measured.calls
 
 
+@pytest.mark.slow
 def test_many_inputs(models, measured):
     """Through states that are refilled, and in batches."""
     target, drafter = models

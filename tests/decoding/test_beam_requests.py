@@ -149,6 +149,7 @@ def test_processors_see_every_beams_own_prefix(style, sampling):
             assert row[1] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_long_jobs_give_what_generate_gives(batch_size):
     whole = sd.generate(TARGET, INPUTS, **DRAFTED)

@@ -33,6 +33,7 @@ def models():
     return target, sd.ModelDrafter(noisy_copy(target, 0.1))
 
 
+@pytest.mark.slow
 def test_a_config_and_its_options_decode_the_same_tokens(models):
     target, drafter = models
     options = {field.name: getattr(CONFIG, field.name) for field in dataclasses.fields(CONFIG)}
@@ -55,6 +56,7 @@ def test_options_change_a_config(models):
     assert found.tokens.shape == (2, 4) and CONFIG.max_new_tokens == 6
 
 
+@pytest.mark.slow
 def test_many_inputs_read_their_deadline_from_the_config(models):
     """A deadline belongs to a batch, so rows are not refilled, which would be rejected."""
     target, drafter = models

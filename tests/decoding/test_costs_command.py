@@ -34,6 +34,7 @@ def arguments(*more):
     ]
 
 
+@pytest.mark.slow
 def test_auto_is_the_default(specdec, pair, measured):
     texts = [
         specdec(*arguments(*more, "We asked")) for more in ([], ["--gamma=auto"], ["--gamma=2"])
@@ -121,6 +122,7 @@ def numbers(**changes):
     return {"costs": [1.0] * 9, "acceptance": 0.5, "weight": 2.0, "look": 1.0} | changes
 
 
+@pytest.mark.slow
 @tiers.parametrize(
     "record",
     [

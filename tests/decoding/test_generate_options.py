@@ -50,6 +50,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 # --- Filters and rows ---
 
 
+@pytest.mark.slow
 def test_the_drafter_is_verified_by_the_distribution_it_drew_from():
     """Drafter = target: under all processors and filters everything is accepted."""
     result = generate(
@@ -67,6 +68,7 @@ def test_the_drafter_is_verified_by_the_distribution_it_drew_from():
     assert_log_probs(result, PROCESSORS["all"])
 
 
+@pytest.mark.slow
 def test_limits_of_the_filters_are_argmax_and_rows_are_their_own():
     """T → 0, k = 1, p → 0 and min-p = 1 each leave the argmax, in one program.
 
@@ -101,6 +103,7 @@ def test_limits_of_the_filters_are_argmax_and_rows_are_their_own():
     np.testing.assert_array_equal(result.adjusted_log_probs, sampled.adjusted_log_probs[order])
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing():
     """A mate with a longer limit, input and prefix makes every buffer longer."""
     config = SamplingConfig(temperature=1.0, repetition_penalty=1.5, no_repeat_ngram=2)

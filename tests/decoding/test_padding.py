@@ -61,6 +61,7 @@ def test_prompts_are_padded_where_the_mask_says_so(side, padding):
         np.testing.assert_array_equal(result.tokens, np.where(IO["greedy"] < 0, 0, IO["greedy"]))
 
 
+@pytest.mark.slow
 def test_streams_traces_and_logits_take_a_mask():
     model, io = t5()
     ids, mask = padded(io["inputs"], io["input_lengths"], "left", 14)

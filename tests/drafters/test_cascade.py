@@ -204,6 +204,7 @@ def vertical():
     return sd.VerticalCascade(sd.ModelDrafter(SPREAD_MODEL), sd.ModelDrafter(SPREAD_OTHER), 2)
 
 
+@pytest.mark.slow
 def test_the_draft_has_the_models_distribution():
     """Three drafted ids, drawn with production keys through rejections and bonus tokens."""
     counts = drafts(vertical(), ROWS)

@@ -126,6 +126,7 @@ def lookups(name: str) -> np.ndarray:
     return np.minimum(first_draft(first, policy, MIXED).num_drafted, switch)
 
 
+@pytest.mark.slow
 @tiers.parametrize("name", ORDERED, first=1)
 def test_a_policy_sees_the_distribution_of_every_part(name):
     """A part without distributions is certain; at temperature 0 they are those at 1."""
@@ -148,6 +149,7 @@ def test_a_policy_sees_the_distribution_of_every_part(name):
             )
 
 
+@pytest.mark.slow
 @tiers.parametrize("name", ORDERED[::-1], first=2)
 def test_a_draft_ends_where_its_policy_says(name):
     """Whichever part drafts the last token, and however much of the draft came before it."""

@@ -39,6 +39,7 @@ def decode(drafter, function=sd.generate, **options):
 # --- What is drafted ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", SLOW_WAYS)
 @tiers.parametrize("temperature", [0.0, 1.0], first=1)
 def test_without_projections_it_drafts_what_its_model_drafts(way, temperature):

@@ -127,6 +127,7 @@ def without(layers: tuple[int, ...]):
     return sd.LanguageModel(config, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [(0, 2), pytest.param((1, 2, 3), marks=pytest.mark.slow)])
 def test_layers_in_the_middle_are_left_out(layers):
     """The first draft after the start token alone is the smaller model's, which has no cache yet.
@@ -163,6 +164,7 @@ def poisoned(state):
     )
 
 
+@pytest.mark.slow
 def test_poisoned_caches_and_streaming():
     """One iteration after another, with all stale slots poisoned, gives one call's result."""
     expected = run(early(), sampling=SAMPLED, **RAGGED)

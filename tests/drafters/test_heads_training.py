@@ -165,6 +165,7 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(settings, finished
     assert files(settings.folder / "target0") == before
 
 
+@pytest.mark.slow
 def test_a_run_resumes_as_if_it_had_not_stopped(settings, finished, tmp_path, capsys):
     output, params = finished
     training_heads.fit(settings(tmp_path, steps=5))

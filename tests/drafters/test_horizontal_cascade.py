@@ -108,6 +108,7 @@ def test_every_position_has_the_distribution_of_its_drafter(name):
         assert len(set(counts.tolist())) > 1, "or the second never fills in"
 
 
+@pytest.mark.slow
 @tiers.parametrize("then_gamma", [2, 1, None], first=1)
 def test_the_second_drafts_no_more_than_its_limit(then_gamma):
     """So γ may suit a drafter that copies; what is drafted stays the same as far as it goes."""

@@ -150,6 +150,7 @@ def test_targets_are_hidden_behind_a_random_place():
     assert not np.array_equal(validation, hidden)
 
 
+@pytest.mark.slow
 def test_training_teaches_masks_and_validation_counts_them():
     """The loss on what follows a mask falls; without masks the objective is what it was."""
     config = tiny_t5(0, V).config.replace(dropout_rate=0.0)

@@ -142,6 +142,7 @@ def specdec(capsys, folder):
     return run
 
 
+@pytest.mark.slow
 def test_count_and_generate(specdec, folder):
     table = (
         "--input_file=FOLDER/pairs.tsv",
@@ -229,6 +230,7 @@ def test_bad_input_gives_one_line(specdec, folder, name, tmp_path, monkeypatch):
     assert code == 2 and not out and len(lines) == 1 and message in lines[0]
 
 
+@pytest.mark.slow
 def test_benchmark_counts_no_draft_steps(specdec, folder):
     options = ("--dtype=float32", "--max_new_tokens=6", "--gamma=2", "--repeats=1")
     argv = (
@@ -258,6 +260,7 @@ def test_benchmark_counts_no_draft_steps(specdec, folder):
     )
 
 
+@pytest.mark.slow
 @tiers.parametrize("eos", [(), (1,)], ids=["to the limit", "to an accepted EOS"], first=1)
 def test_acceptance_per_position_by_hand(eos):
     """A position at which nothing was drafted, though it was wanted, counts as not accepted."""

@@ -68,6 +68,7 @@ def test_only_weights_of_decoder_steps_are_its_own():
     )
 
 
+@pytest.mark.slow
 def test_the_targets_encoder_output_takes_the_place_of_its_own():
     """Which would be the same: the encoder is the target's."""
     drafter, inputs = sd.SelfDrafter(t5()), jnp.array([[3, 4, 5], [6, 7, 0]])

@@ -191,6 +191,7 @@ def step(network, cache):
     )
 
 
+@pytest.mark.slow
 @tiers.parametrize("how, rows", [("head of its own", 1), ("tied", 3), ("bfloat16", 3)], first=1)
 def test_reduced_networks_compute_the_whole_ones_logits(how, rows):
     """The short head's logits are the whole head's; int8 changes them by little.
@@ -223,6 +224,7 @@ def test_reduced_networks_compute_the_whole_ones_logits(how, rows):
     jax.tree.map(np.testing.assert_array_equal, before, model.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tied, scale, expected", [(True, None, True), (True, False, False), (False, None, False)]
 )

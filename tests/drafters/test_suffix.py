@@ -191,6 +191,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @parametrize("way", WAYS, first=1)
 def test_a_jobs_outputs_are_those_of_plain_decoding(target, way):
     options = {**OPTIONS, **WAYS[way]}
@@ -225,6 +226,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.slow
 @parametrize("name", PAIRS, first=1)
 def test_a_history_inside_another_drafter(target, name):
     """Rows at temperature 0 and above it; what was accepted of the history's drafts is counted."""
@@ -332,6 +334,7 @@ def test_a_second_call_with_one_key_draws_from_the_targets_distribution():
         second_call("block", True)
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_restored(target, tmp_path):
     history, path = sd.SuffixHistory(target, capacity=128), tmp_path / "kept.suffix"
     history.save(path)

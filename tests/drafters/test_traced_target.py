@@ -38,6 +38,7 @@ def names(target, tmp_path_factory):
     return {kind: str(folder / name) for kind, name in found.items()} | {"exit": "exit:1"}
 
 
+@pytest.mark.slow
 @tiers.parametrize(
     "kind",
     [
@@ -81,6 +82,7 @@ def test_a_named_drafter_drafts_for_a_traced_target(kind, names, target):
     assert expected.stats.drafted > 0
 
 
+@pytest.mark.slow
 def test_the_8_bits_of_a_traced_target_search(target):
     from specdec_jax.decoding.under_jit_beams import BeamDecoder
 

@@ -107,6 +107,7 @@ def test_the_table_has_every_drafter_of_trees():
 QUICK = ("lookup",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS],
@@ -246,6 +247,7 @@ def test_a_table_is_looked_up_after_every_node(sampled):
     np.testing.assert_array_equal(draft.tokens[0][draft.valid[0]], [2, 3, 6, 4, 5, 4])
 
 
+@pytest.mark.slow
 def test_each_depth_has_its_head():
     drafter = random_heads(t5(), num_heads=2)
     tree = Tree.uniform((3, 2, 1), children="top")

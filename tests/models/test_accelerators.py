@@ -280,6 +280,7 @@ def test_few_positions_of_a_row_are_fed_as_more(family, platform, min_query_len)
     np.testing.assert_allclose(found[-1], found[-2], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @tiers.parametrize("platform", ["gpu", "tpu"], first=1)
 @tiers.parametrize("rows", [1, 2], first=1)
 def test_a_cache_for_nodes_has_the_slots_that_were_asked_for(platform, rows):

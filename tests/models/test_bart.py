@@ -225,6 +225,7 @@ def test_ids_of_two_vocabularies_are_not_mixed_up():
         sd.generate(target, inputs, drafter=other, gamma=2)
 
 
+@pytest.mark.slow
 def test_an_input_past_a_drafters_encoder_is_rejected():
     shape = dict(vocab_size=24, emb_dim=16, num_heads=2, num_encoder_layers=1, mlp_dim=32)
     shape |= dict(num_decoder_layers=1)

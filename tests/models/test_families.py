@@ -237,6 +237,7 @@ def test_a_family_from_outside_decodes_speculatively_as_plainly(temperature):
     assert len(set(plain.tokens.ravel().tolist())) > 3 and found.stats.drafted > 0
 
 
+@pytest.mark.slow
 def test_its_loop_computes_what_it_computes_teacher_forced():
     target = bag(0)
     result = sd.generate(target, PROMPTS, max_new_tokens=9)

@@ -169,6 +169,7 @@ def drafters() -> list:
     ]
 
 
+@pytest.mark.slow
 def test_fingerprints_of_drafters_differ_by_their_contents(monkeypatch):
     found = [drafter.contents for drafter in drafters()]
     assert len(set(found)) == len(found)

@@ -141,6 +141,7 @@ def test_id_0_is_an_id():
     assert zeros.stats.acceptance_rate == 1
 
 
+@pytest.mark.slow
 def test_what_lies_past_a_prompt_does_not_matter():
     """To a target, and to a drafter with a short head and weights of 8 bits."""
     rng, lengths = np.random.default_rng(1), np.array([2, 5, 3, 1])

@@ -41,6 +41,7 @@ def rejected(function, message, kind=ValueError):
     assert compilations(call) == 0
 
 
+@pytest.mark.slow
 def test_more_tokens_than_positions():
     model = tiny()
     expected = (
@@ -58,6 +59,7 @@ def test_more_tokens_than_positions():
     rejected(lambda: model.logits(None, np.zeros((1, 41), int)), "got sequences of up to 41")
 
 
+@pytest.mark.slow
 def test_other_kinds_of_model():
     t5, gpt = tiny_t5(0), tiny()
     expected = (

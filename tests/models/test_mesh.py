@@ -119,6 +119,7 @@ def test_a_table_for_every_layer_is_divided(others):
     assert alone == divided and others["tables"]["part"] == [2, 32]
 
 
+@pytest.mark.slow
 def test_nothing_compiles_twice(runs):
     assert runs["compiled again"] == 0
 

@@ -96,6 +96,7 @@ def own():
     return sd.LanguageModel.random(OwnConfig(), 0, eos_ids=())
 
 
+@pytest.mark.slow
 @tiers.parametrize("temperature", [0.0, 1.0], first=1)
 def test_it_decodes_speculatively_as_plainly(own, temperature):
     drafters = [sd.ModelDrafter(sd.LanguageModel.random(OwnConfig(), 1, eos_ids=()))]

@@ -217,6 +217,7 @@ def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, stored
     )
 
 
+@pytest.mark.slow
 @tiers.parametrize("quantize", packed_weights.INPUT_BITS, first=1)
 @tiers.parametrize("tied", [False, True], first=1)
 def test_speculative_decoding_gives_what_plain_decoding_gives(tied, quantize):

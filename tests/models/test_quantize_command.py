@@ -158,6 +158,7 @@ def test_the_choice_is_printed(tmp_path):
     ]
 
 
+@pytest.mark.slow
 @tiers.parametrize(
     "quantize, more", [("int8", ""), ("w8a8", ", inputs of products in int8 too")], first=1
 )

@@ -135,6 +135,7 @@ def test_params_are_the_checkpoints(make, monkeypatch):
     assert target.fingerprint == other.fingerprint and target.contents == other.contents
 
 
+@pytest.mark.slow
 def test_heads_for_some_ids_do_not_depend_on_the_layout(monkeypatch):
     for make in (model, lambda: model(logits_via_embedding=True)):
         target, other, ids = make(), without_kernels(make, monkeypatch), np.arange(0, 64, 2)

@@ -175,6 +175,7 @@ def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, tmp_pa
     assert HEAD not in flatten(model.params)
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_8_bits():
     large = sd.PRESETS["t5_1_0/large"].replace(
         num_encoder_layers=1, num_decoder_layers=1, vocab_size=2000

@@ -72,6 +72,7 @@ def test_the_output_distribution_is_the_targets(own, verifier):
     assert sampled(drafter, verifier=verifier, drafter_sampling=own) > FALSE_ALARM
 
 
+@pytest.mark.slow
 def test_a_distribution_that_was_not_drawn_from_is_detected():
     drafter = Misreported(hash_pair()[1])
     assert sampled(drafter, verifier="token", drafter_sampling=COLD) < FALSE_ALARM
@@ -112,6 +113,7 @@ def test_a_draft_tells_what_it_was_drawn_from():
         )
 
 
+@pytest.mark.slow
 def test_the_targets_own_settings_change_nothing():
     sampling = sd.SamplingConfig(temperature=[0.0, *[0.8] * (B - 1)], top_k=9)
     given, unset = (decode(sampling=sampling, drafter_sampling=own) for own in (sampling, None))

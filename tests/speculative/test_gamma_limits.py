@@ -168,6 +168,7 @@ def test_flags_that_make_no_sense(flags, message):
         GenerateOptions(**FLAGS | flags).check()
 
 
+@pytest.mark.slow
 def test_generate_with_a_policy(specdec, pair):
     flags = ["--gamma_policy=confidence", "--gamma_settings=threshold:1", "--json", "We asked"]
     code, out, err = specdec("generate", *command_line.MODELS, *flags)

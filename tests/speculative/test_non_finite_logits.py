@@ -142,6 +142,7 @@ def test_a_broken_inner_drafter_only_proposes_less():
     np.testing.assert_array_equal(found.tokens, generate(whole(0), INPUTS, max_new_tokens=6).tokens)
 
 
+@pytest.mark.slow
 def test_errors_name_the_input():
     """The error has the input's number in batches, samples, continuous batching and streams."""
     target, options = BrokenModel(0), dict(max_new_tokens=6)
@@ -163,6 +164,7 @@ def test_errors_name_the_input():
         trace(spoken, "w3", drafter=ModelDrafter(whole(1)), **options)
 
 
+@pytest.mark.slow
 @tiers.parametrize("temperature", [0.0, 0.7], first=1)
 def test_infinity_from_a_processor_forces_at_every_temperature(temperature):
     """One id with +inf has all the mass; of two each has half, at temperature 0 the first."""

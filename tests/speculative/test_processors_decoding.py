@@ -160,6 +160,7 @@ def test_gumbel_plain_and_speculative_are_the_same_tokens(name):
     assert_log_probs(result, PROCESSORS[name], filters)
 
 
+@pytest.mark.slow
 @tiers.parametrize("verifier", ["token", "block", "plain"], first=1)
 def test_log_probabilities_of_samples_are_those_of_a_slow_computation(verifier):
     """All processors and filters, rows of several lengths and ends."""

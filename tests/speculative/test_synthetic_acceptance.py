@@ -38,6 +38,7 @@ def pair() -> tuple[LanguageModel, ModelDrafter]:
     return models[0], ModelDrafter(models[1])
 
 
+@pytest.mark.slow
 @tiers.parametrize("temperature", [0.0, 1.0], first=1)
 @tiers.parametrize("drafter", ["model", "random"], first=1)
 def test_acceptance_is_what_was_asked(pair, temperature, drafter):

@@ -125,6 +125,7 @@ PROCESSORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [name if name == "own" else pytest.param(name, marks=slow) for name in PROCESSORS],

@@ -118,6 +118,7 @@ def undisturbed(models, language, tmp_path_factory):
     return output
 
 
+@pytest.mark.slow
 def test_settings_are_there_before_the_outputs(models, language, tmp_path, monkeypatch):
     """Writing outputs may take hours. A rejected run leaves the settings as they are."""
 
@@ -131,6 +132,7 @@ def test_settings_are_there_before_the_outputs(models, language, tmp_path, monke
     assert (tmp_path / "operative.gin").read_text() == before
 
 
+@pytest.mark.slow
 def test_the_outputs_are_the_targets_own(undisturbed, models, language):
     files = outputs(undisturbed)
     parts = ("train", "validation-1", "validation-2")

@@ -135,6 +135,7 @@ def test_loss_is_the_sum_over_target_tokens(name, weight, temperature):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 def test_acceptance_and_agreement_are_those_of_the_pair():
     student, teacher = random_params(SMALL), random_params(seed=1)
     rng = np.random.default_rng(3)

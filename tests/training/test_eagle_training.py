@@ -61,6 +61,7 @@ def make_params(drafter=None):
     return {"model": drafter.model.params, "projections": own}
 
 
+@pytest.mark.slow
 @parametrize("family", ["t5", "bart"], first=1)
 def test_unrolled_states_are_those_of_drafting(family):
     """Depth i at position t: pairs up to t − i were committed, the last i tokens were drafted."""
@@ -92,6 +93,7 @@ def test_unrolled_states_are_those_of_drafting(family):
             np.testing.assert_allclose(found[depth][:, place], own[:, 0], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_loss_is_the_weighted_mean_over_depths():
     (inputs, targets), objective = batch(), make_objective(distill_weight=0.5, depth_weight=0.8)
     given = make_params(), (inputs, targets), objective, target().params

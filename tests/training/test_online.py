@@ -139,6 +139,7 @@ def test_new_weights_are_rounded_and_laid_out_like_the_loaded_ones(target, kind)
         assert next(types) == next(types)
 
 
+@pytest.mark.slow
 def test_a_restored_learner_goes_on_as_if_it_had_not_been_killed(target, drafter, tmp_path):
     """The optimiser's state is restored, so the next update is the same."""
     learner = feed(make(target, drafter), 0, 40)

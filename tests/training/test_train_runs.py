@@ -351,6 +351,7 @@ def test_a_signal_while_the_run_is_busy_with_something_else_saves_the_step(
     )
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_run_in_one_line_and_it_resumes_when_there_is_space(
     language, tmp_path, monkeypatch
 ):
@@ -443,6 +444,7 @@ def unfinished(output):
     return False
 
 
+@pytest.mark.slow
 def test_settings_are_written_when_a_run_starts(finished, language, tmp_path, monkeypatch, capsys):
     """A run that stops in its first step has settings, too; a rejected one changes none."""
 

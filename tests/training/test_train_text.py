@@ -356,6 +356,7 @@ def test_a_pair_is_measured_with_the_top_40(finished, distilled, tmp_path, capsy
         assert record["acceptance"]["how"] == "scored" and record["acceptance"]["alpha"] > 0.5
 
 
+@pytest.mark.slow
 def test_prompts_that_are_too_long_are_rejected_before_anything_compiles(
     finished, distilled, tmp_path, capsys
 ):
