@@ -450,6 +450,7 @@ def verified_state(network, verifier, gamma=2):
     return timing.verified_state(network, timing.CallShape(2, 5, 12), gamma, config, name)
 
 
+@pytest.mark.slow
 @tiers.parametrize("verifier", SAMPLED, first=1)
 def test_the_timed_verification_is_the_engines(target, verifier):
     """Step by step: the token after the accepted ones is fed next; keys depend on their number."""

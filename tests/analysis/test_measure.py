@@ -409,6 +409,7 @@ def test_damaged_models_are_named_with_the_number_of_the_input():
         )
 
 
+@pytest.mark.slow
 def test_what_cannot_be_scored_is_counted():
     """No model; and a verifier whose outputs are not the target's."""
     batches, model = make_batches(2, 2), ModelDrafter(DRAFT)

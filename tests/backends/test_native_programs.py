@@ -438,6 +438,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", CALLS)
 def test_shapes_that_do_not_fit(target):
     arguments, results, attributes, misfits = CALLS[target]

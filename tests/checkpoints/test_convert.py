@@ -203,6 +203,7 @@ def test_the_default_dtype_is_the_stored_one(stored, expected, tmp_path):
     assert convert(tmp_path / "mixed", tmp_path / "mixed_out", "t5x").dtype == "float32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["t5x", "t5x_legacy"])
 def test_the_step_of_a_t5x_checkpoint(form, tmp_path):
     make.FORMATS["legacy"](tmp_path / "source")

@@ -30,6 +30,7 @@ def probs_of(traced, prefix, ids, **filters) -> np.ndarray:
     return toy.adjusted_probs(logits, **filters)
 
 
+@pytest.mark.slow
 @tiers.parametrize("config", ["sampled", "greedy"], first=1)
 @tiers.parametrize("name", DRAFTERS, first=2)
 def test_p_and_q_are_those_of_the_models(name, config):

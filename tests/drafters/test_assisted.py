@@ -99,6 +99,7 @@ def coupled(drafter):
     )
 
 
+@pytest.mark.slow
 def test_with_gumbel_coupling_the_output_is_the_targets_own_sample():
     drafted = coupled(sd.AssistedNGramDrafter(order=3, memory=5))
     np.testing.assert_array_equal(drafted.tokens, coupled(None).tokens)

@@ -55,6 +55,7 @@ class Mute(sd.RandomDrafter):
         return super().draft(draft_state, state, num_wanted * 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("best", [0, 1])
 def test_a_row_uses_the_better_drafter(best):
     """It tries the other now and then, and the state tells which one drafted."""

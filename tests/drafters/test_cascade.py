@@ -130,6 +130,7 @@ for kind in (Uncounted, Silent):
     jax.tree_util.register_pytree_node_class(kind)
 
 
+@pytest.mark.slow
 def test_calls_are_the_models(width=2):
     """If proposals are always right each call drafts one token more than is proposed."""
     for inner, per_call in ((Uncounted(MODEL), width + 1), (Silent(MODEL), 1)):
@@ -142,6 +143,7 @@ def test_calls_are_the_models(width=2):
         np.testing.assert_array_equal(counts.draft_calls, -(-np.array(GAMMAS) // per_call))
 
 
+@pytest.mark.slow
 def test_catching_up_needs_no_call_of_its_own(width=2):
     """The cache of the target's own model lacks two tokens after each iteration.
 

@@ -174,6 +174,7 @@ def test_a_draft_ends_where_its_policy_says(name):
     assert len(set(lengths)) > 2, "or nothing ends"
 
 
+@pytest.mark.slow
 @tiers.parametrize("name", CASCADES, first=1)
 def test_greedy_output_is_that_of_plain_decoding(name):
     policy = sd.Confidence(G, threshold=[0.2, 0.5, 0.8] * (B // 3))

@@ -57,6 +57,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.slow
 @tiers.parametrize("name", ["model, table", "model, model", "lookup, model"], first=2)
 def test_greedy_output_is_that_of_plain_decoding(name):
     result = run(PAIRS[name]())
@@ -192,6 +193,7 @@ class Observer(sd.Drafter):
         return draft_state + scored.num_new
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["horizontal", "vertical"])
 def test_a_part_that_learns_is_shown_every_call(kind):
     drafter = {

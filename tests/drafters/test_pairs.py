@@ -41,6 +41,7 @@ def same(found, expected) -> None:
     assert jax.tree.all(jax.tree.map(np.array_equal, found.stats, expected.stats))
 
 
+@pytest.mark.slow
 @tiers.parametrize("config", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"], first=1)
 def test_tokens_and_counts_are_those_of_single_steps(pairs, config):
     """Rows that draft nothing or less than others, prefixes of several lengths, ends by EOS."""
@@ -96,6 +97,7 @@ def test_cascades_draft_to_the_last_slot(pairs, name):
     same(pairs(decode), expected)
 
 
+@pytest.mark.slow
 def test_a_model_that_rests_is_not_called(pairs):
     """The row takes turns: random tokens, and a model whose drafts are of two positions."""
     made, feed = [], Network.decode_states

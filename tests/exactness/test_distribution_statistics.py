@@ -411,6 +411,7 @@ def test_without_a_mutant_the_small_sample_passes():
     assert g_test(counts, joint_distribution(target, SPREAD)) > FALSE_ALARM
 
 
+@pytest.mark.slow
 def test_seed_zero_and_token_zero_are_ordinary():
     """Key 0 draws like any other, and id 0 is drawn as often as its probability says."""
     target, _ = hash_pair()

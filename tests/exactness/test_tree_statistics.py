@@ -49,6 +49,7 @@ def sampled(tree, draws, **options):
     return g_test(counts, joint_distribution(target, SPREAD))
 
 
+@pytest.mark.slow
 @tiers.parametrize(
     "name, draws",
     [("drawn, recursive", ROWS), ("mixed, mixed", ROWS), *((name, DRAWS) for name in TREES)],

@@ -69,6 +69,7 @@ def test_jax_takes_the_enumerated_decisions(kind, dtype):
                 assert expected != [row.decide(plans[tree], EOS) for tree, row in below]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, name",
     [("drawn", "recursive"), ("drawn", "traversal"), ("iid", "recursive"), ("top", "point")],
@@ -136,6 +137,7 @@ def chain(kind):
     return target, dist, tokens, wanted, draws, draft
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, name, same",
     [

@@ -81,6 +81,7 @@ def middles(breaks):
     return [((low + high) / 2, high - low) for low, high in intervals(breaks)]
 
 
+@pytest.mark.slow
 @tiers.parametrize("point", [False, True], ids=["sampled", "point mass"], first=1)
 @pytest.mark.parametrize("name", ENUMERATED)
 def test_jax_decisions_integrate_to_the_transition(name, point):

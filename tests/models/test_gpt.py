@@ -127,6 +127,7 @@ def test_added_tokens_beside_merges(tmp_path):
 # Through the loop.
 
 
+@pytest.mark.slow
 def test_id_0_is_an_id():
     """In prompts, arrays without lengths among them, and in outputs."""
     model, rows = tiny(), [[5, 7, 0, 0], [0, 0, 0, 0], [5, 7, 0, 3], [1, 0, 0, 0]]

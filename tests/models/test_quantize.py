@@ -80,6 +80,7 @@ def test_the_bundled_target_decodes_what_it_does_widened():
     assert speculative.stats.accepted > 0
 
 
+@pytest.mark.slow
 def test_stored_8_bits_are_widened_where_they_cannot_be_had(tmp_path, monkeypatch):
     folder = save_tiny(tmp_path / "model")
     assert sd.load(folder, "float32").quantized and not sd.load(folder, "bfloat16").quantized
@@ -132,6 +133,7 @@ def _divided(name, array):
     return {key.removeprefix(name): part for key, part in int8.quantize(name, array).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoder", [True, False])
 def test_a_drafter_stored_in_8_bits_drafts_as_it_is_stored(encoder, tmp_path):
     target = tiny_t5(0)
@@ -295,6 +297,7 @@ def test_the_bundled_pair_with_inputs_in_8_bits_decodes_alike_with_and_without_d
 # Files.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [None, *TIED])
 def test_what_is_stored_in_8_bits_is_written_as_it_is(form, tmp_path):
     TIED[form](tmp_path / "source") if form else make.write_own(tmp_path / "source")

@@ -36,6 +36,7 @@ cache, pair, specdec = command_line.cache, command_line.pair, command_line.specd
 # What is rejected, and memory.
 
 
+@pytest.mark.slow
 def test_what_cannot_be_had_is_rejected_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "read_params", lambda *args: pytest.fail("read"))
     folder = save_tiny(tmp_path / "model")

@@ -82,6 +82,7 @@ def test_logits_are_t5xs(model):
     np.testing.assert_allclose(logits, IO["logits"], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_greedy_tokens_are_t5xs(model, drafter):
     assert IO["greedy_margin"].min() > 0.01  # far above what logits may differ by

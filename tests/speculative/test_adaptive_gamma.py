@@ -191,6 +191,7 @@ def adapted(costs, order=range(B), **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("costs", [CHEAP, STEEP], ids=["cheap", "steep"])
 def test_greedy_output_is_that_of_plain_decoding(costs):
     result = adapted(costs)

@@ -88,6 +88,7 @@ def histories(state):
                 yield row, beam, np.asarray(state.active.tokens)[row, beam, :length]
 
 
+@pytest.mark.slow
 @tiers.parametrize("name", MODELS, first=1)
 def test_caches_hold_what_the_valid_beams_have_been_through(pair, name):
     """The target's cache says of every valid beam what its tokens fed at once say.
@@ -250,6 +251,7 @@ def test_search_in_bfloat16():
         np.testing.assert_allclose(found.scores, exact.scores, atol=0.1)
 
 
+@pytest.mark.slow
 @tiers.parametrize("name", ["prompt lookup", "n-grams"], first=1)
 def test_chains_of_each_beam(name):
     """Drafters that copy or count draft one chain for each beam; the output stays the same."""

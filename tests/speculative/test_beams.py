@@ -187,6 +187,7 @@ def test_a_drafter_that_is_the_target_is_never_wrong():
         assert row.target_calls == -(-steps // 3)
 
 
+@pytest.mark.slow
 @tiers.parametrize(
     "mistake", ["unscored beam", "siblings seen", "nothing moved", "moved off by one"], first=1
 )

@@ -207,6 +207,7 @@ def test_id_0_may_be_an_eos():
         np.testing.assert_array_equal(result.lengths, lengths)
 
 
+@pytest.mark.slow
 def test_eos_in_a_sampled_draft():
     """The committed tokens up to the EOS are those of the same key without it.
 
@@ -265,6 +266,7 @@ def test_prefixes_and_limits_of_very_different_lengths():
     np.testing.assert_array_equal(result.tokens[1, :LIMIT], plain()[0][0])
 
 
+@pytest.mark.slow
 def test_sampled_with_prefix():
     prefixes = [[5], [], [9, 9], [1], [4, 0, 9], [2], [3], [8, 7, 6, 5]]
     result = run(

@@ -122,6 +122,7 @@ def decode_with(mutant, monkeypatch, target, inputs, drafter, **options):
     return finish(target, loop(target.network, request.drafter, state), request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_greedy_identity_catches_prefixes_that_are_not_the_committed_ones(name, monkeypatch):
     """PITFALLS row 22."""

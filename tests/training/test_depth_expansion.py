@@ -45,6 +45,7 @@ def test_it_begins_as_nearly_what_the_model_is(monkeypatch, shape):
     np.testing.assert_allclose(logits(0.0), wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_copies_follow_their_layers():
     params = LanguageModel.random(dataclasses.replace(TINY, num_decoder_layers=2)).params
     result = depth_expansion.deepen(params, "decoder", 5)["decoder"]

@@ -115,6 +115,7 @@ def logits_of(params, batch, shape=TINY):
     return np.asarray(forward(params, *batch, shape), np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, weight, temperature", [("total_variation", 1.0, 0.5), ("reverse_kl", 0.3, 2.0)]
 )

@@ -44,6 +44,7 @@ def dists(params, batch):
 # Losses.
 
 
+@pytest.mark.slow
 @tiers.parametrize(
     "smoothing, weight", [(0.0, 0.0), (0.1, 0.0), (0.0, 0.3), (0.2, 0.6), (0.1, 1.0)], first=3
 )
