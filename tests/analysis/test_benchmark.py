@@ -8,7 +8,6 @@ import benchmark_models
 import jax
 import numpy as np
 import pytest
-import tiers
 from benchmark_models import CONFIG
 from sample_records import parse
 from toy_models import tiny_t5
@@ -451,7 +450,7 @@ def verified_state(network, verifier, gamma=2):
 
 
 @pytest.mark.slow
-@tiers.parametrize("verifier", SAMPLED, first=1)
+@pytest.mark.parametrize("verifier", SAMPLED)
 def test_the_timed_verification_is_the_engines(target, verifier):
     """Step by step: the token after the accepted ones is fed next; keys depend on their number."""
     network, state = target.network, verified_state(target.network, verifier)

@@ -41,7 +41,7 @@ def scored(model, row: int, width: int | None = None) -> np.ndarray:
 
 
 @pytest.mark.slow
-@tiers.parametrize("family", [gpt, lambda: tiny_t5(0, V)], first=1)
+@pytest.mark.parametrize("family", [gpt, lambda: tiny_t5(0, V)])
 def test_figures_are_those_of_numpy(family):
     """Also with a drafter that has more ids than the target."""
     full = family()

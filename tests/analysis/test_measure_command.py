@@ -6,7 +6,6 @@ import types
 
 import command_line
 import pytest
-import tiers
 from measured_pair import ACCEPTED
 from sample_records import MEASURE, parse, read_macros
 
@@ -38,7 +37,7 @@ def sentences(tmp_path):
 
 
 @pytest.mark.slow
-@tiers.parametrize("drafter", ["DRAFTER", "lookup"], first=1)
+@pytest.mark.parametrize("drafter", ["DRAFTER", "lookup"])
 def test_command(specdec, sentences, tmp_path, drafter):
     files = ["--input_file", sentences, "--output", tmp_path / "record.json"]
     code, out, err = specdec("measure", *FLAGS, f"--drafter={drafter}", *files)

@@ -8,7 +8,6 @@ import time
 
 import libraries
 import pytest
-import tiers
 from devices import names
 from libraries import REAL, WORKS, again, calls
 
@@ -95,7 +94,7 @@ def test_a_disk_that_can_only_be_read(tmp_path, compiler, monkeypatch):
 
 @pytest.mark.slow
 @needs_compiler
-@tiers.parametrize("part", ["cache", "cache/specdec_jax", "cache/specdec_jax/kernel"], first=1)
+@pytest.mark.parametrize("part", ["cache", "cache/specdec_jax", "cache/specdec_jax/kernel"])
 def test_folders_that_others_may_write_to(tmp_path, compiler, part):
     compiler(WORKS)
     folder = tmp_path / part

@@ -8,7 +8,6 @@ import typing
 import command_line
 import jax
 import pytest
-import tiers
 
 import specdec_jax as sd
 from specdec_jax.commands import benchmark as benchmark_command
@@ -115,7 +114,7 @@ DRAWN = {
 
 
 @pytest.mark.slow
-@tiers.parametrize("name", sorted(ARGMAX), first=2)
+@pytest.mark.parametrize("name", sorted(ARGMAX))
 def test_options_of_argmax(decode, library, name):
     """Each changes what comes out, to what the library gives for it."""
     flags, sampling, options = ARGMAX[name]
@@ -128,7 +127,7 @@ def test_options_of_argmax(decode, library, name):
 
 
 @pytest.mark.slow
-@tiers.parametrize("name", sorted(DRAWN), first=1)
+@pytest.mark.parametrize("name", sorted(DRAWN))
 def test_options_of_sampling(decode, library, name):
     flags, sampling, options = DRAWN[name]
     options = {"key": 1} | options

@@ -6,7 +6,6 @@ import json
 import command_line
 import numpy as np
 import pytest
-import tiers
 
 from specdec_jax.analysis import acceptance, tuning, variants
 from specdec_jax.analysis.beams import BeamChoice
@@ -317,11 +316,10 @@ def sentences(tmp_path):
 
 
 @pytest.mark.slow
-@tiers.parametrize(
+@pytest.mark.parametrize(
     ("drafter", "gammas", "flags"),
     [("random", (2, 1), []), ("DRAFTER", (2,), ["--temperature=1"])],
     ids=["argmax", "drawn"],
-    first=1,
 )
 def test_command(specdec, tmp_path, sentences, drafter, gammas, flags):
     """Writes a file with which `generate` gives what the flags give; a sweep times every choice."""

@@ -9,7 +9,6 @@ import cost_folders
 import jax
 import numpy as np
 import pytest
-import tiers
 from cost_folders import CHEAP, DEAR
 from toy_models import compilations, noisy_copy, tiny_t5
 
@@ -51,7 +50,7 @@ def policy_of(models, **options):
 
 
 @pytest.mark.slow
-@tiers.parametrize("kind", ["model", "lookup", "learns"], first=1)
+@pytest.mark.parametrize("kind", ["model", "lookup", "learns"])
 def test_measured_for_real(models, home, kind, monkeypatch):
     """Once: the second call, and another process, find the numbers."""
     target, drafter = models

@@ -5,7 +5,6 @@ import json
 import command_line
 import numpy as np
 import pytest
-import tiers
 from toy_models import HashModel, Words, compilations
 
 import specdec_jax as sd
@@ -119,7 +118,7 @@ def test_results_of_several_inputs():
 
 
 @pytest.mark.slow
-@tiers.parametrize(
+@pytest.mark.parametrize(
     "sampling",
     [
         dict(repetition_penalty=1.4, min_new_tokens=3),
@@ -127,7 +126,6 @@ def test_results_of_several_inputs():
         dict(forced_tokens={1: 6}),
     ],
     ids=["penalties", "n-grams", "synthetic"],
-    first=1,
 )
 @pytest.mark.parametrize("style", ["t5x", "huggingface"])
 def test_processors_see_every_beams_own_prefix(style, sampling):

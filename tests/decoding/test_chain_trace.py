@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-import tiers
 import toy
 from cascade_parts import INPUTS, MODEL, OTHER, TARGET, V, model, table
 from toy_models import HashModel, Words
@@ -31,8 +30,8 @@ def probs_of(traced, prefix, ids, **filters) -> np.ndarray:
 
 
 @pytest.mark.slow
-@tiers.parametrize("config", ["sampled", "greedy"], first=1)
-@tiers.parametrize("name", DRAFTERS, first=2)
+@pytest.mark.parametrize("config", ["sampled", "greedy"])
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_p_and_q_are_those_of_the_models(name, config):
     """At temperature 0 as at 1; a drafter without distributions has no q."""
     sampling = sd.SamplingConfig(**FILTERS) if config == "sampled" else sd.SamplingConfig()

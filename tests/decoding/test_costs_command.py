@@ -6,7 +6,6 @@ import command_line
 import cost_folders
 import numpy as np
 import pytest
-import tiers
 from cost_folders import CHEAP, DEAR
 
 from specdec_jax.commands import generate
@@ -89,7 +88,7 @@ def numbers_of(policy):
 
 
 @pytest.mark.slow
-@tiers.parametrize("first, then", [(CHEAP, DEAR), (DEAR, CHEAP)], ids=["drafts", "plain"], first=1)
+@pytest.mark.parametrize("first, then", [(CHEAP, DEAR), (DEAR, CHEAP)], ids=["drafts", "plain"])
 def test_a_job_resumes_with_the_costs_that_it_started_with(
     specdec, pair, measured, tmp_path, monkeypatch, first, then
 ):
@@ -123,7 +122,7 @@ def numbers(**changes):
 
 
 @pytest.mark.slow
-@tiers.parametrize(
+@pytest.mark.parametrize(
     "record",
     [
         None,
@@ -139,7 +138,6 @@ def numbers(**changes):
         numbers(other=1),
     ],
     ids=str,
-    first=7,
 )
 def test_a_journal_with_other_numbers_than_costs(
     specdec, pair, measured, tmp_path, monkeypatch, record

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
@@ -22,13 +21,10 @@ def poisoned(plan, size, width, make=continuous_batching._empty_layers):
 
 
 @pytest.mark.slow
-@tiers.parametrize(
-    "options",
-    [{}, {"gamma": 2}, {"tree": sd.Tree.uniform((2, 1))}],
-    ids=["plain", "chain", "tree"],
-    first=1,
+@pytest.mark.parametrize(
+    "options", [{}, {"gamma": 2}, {"tree": sd.Tree.uniform((2, 1))}], ids=["plain", "chain", "tree"]
 )
-@tiers.parametrize("kernel", [True, False], ids=["kernel", "XLA"], first=1)
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "XLA"])
 def test_what_lies_past_a_row_reaches_nobody(options, kernel, monkeypatch):
     """Caches begin full of NaN, and outputs of various lengths refill rows at various times."""
     if not kernel:

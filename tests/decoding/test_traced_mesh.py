@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 import traced_mesh_run as run
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from toy_models import tiny_t5
@@ -77,7 +76,7 @@ def check(found: dict, case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-@tiers.parametrize("case", CASES, first=1)
+@pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_one_device(few, case):
     check(few, case)
 

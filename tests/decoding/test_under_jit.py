@@ -99,7 +99,7 @@ def test_tokens_scores_and_counts_are_those_of_generate(case, pair):
 
 
 @pytest.mark.slow
-@tiers.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"], first=1)
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_keys_of_every_kind_draw_what_generate_draws(impl, pair):
     """Keys may be raw or typed, an argument or among the decoder's.
 

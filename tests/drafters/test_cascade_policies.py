@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 import toy
 from cascade_parts import (
     FILTERS,
@@ -127,7 +126,7 @@ def lookups(name: str) -> np.ndarray:
 
 
 @pytest.mark.slow
-@tiers.parametrize("name", ORDERED, first=1)
+@pytest.mark.parametrize("name", ORDERED)
 def test_a_policy_sees_the_distribution_of_every_part(name):
     """A part without distributions is certain; at temperature 0 they are those at 1."""
     drafter, draft, counts = CASCADES[name](), whole(name), lookups(name)
@@ -150,7 +149,7 @@ def test_a_policy_sees_the_distribution_of_every_part(name):
 
 
 @pytest.mark.slow
-@tiers.parametrize("name", ORDERED[::-1], first=2)
+@pytest.mark.parametrize("name", ORDERED[::-1])
 def test_a_draft_ends_where_its_policy_says(name):
     """Whichever part drafts the last token, and however much of the draft came before it."""
     full, lengths = whole(name), []
@@ -175,7 +174,7 @@ def test_a_draft_ends_where_its_policy_says(name):
 
 
 @pytest.mark.slow
-@tiers.parametrize("name", CASCADES, first=1)
+@pytest.mark.parametrize("name", CASCADES)
 def test_greedy_output_is_that_of_plain_decoding(name):
     policy = sd.Confidence(G, threshold=[0.2, 0.5, 0.8] * (B // 3))
     result = run(CASCADES[name](), gamma=policy, max_new_tokens=LIMITS)

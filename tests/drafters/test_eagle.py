@@ -41,7 +41,7 @@ def decode(drafter, function=sd.generate, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", SLOW_WAYS)
-@tiers.parametrize("temperature", [0.0, 1.0], first=1)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_without_projections_it_drafts_what_its_model_drafts(way, temperature):
     options = WAYS[way] | dict(sampling=sd.SamplingConfig(temperature=temperature))
     if temperature and way == "dynamic tree":

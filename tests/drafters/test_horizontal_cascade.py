@@ -58,7 +58,7 @@ PAIRS = {
 
 
 @pytest.mark.slow
-@tiers.parametrize("name", ["model, table", "model, model", "lookup, model"], first=2)
+@pytest.mark.parametrize("name", ["model, table", "model, model", "lookup, model"])
 def test_greedy_output_is_that_of_plain_decoding(name):
     result = run(PAIRS[name]())
     np.testing.assert_array_equal(result.tokens, plain().tokens)
@@ -110,7 +110,7 @@ def test_every_position_has_the_distribution_of_its_drafter(name):
 
 
 @pytest.mark.slow
-@tiers.parametrize("then_gamma", [2, 1, None], first=1)
+@pytest.mark.parametrize("then_gamma", [2, 1, None])
 def test_the_second_drafts_no_more_than_its_limit(then_gamma):
     """So γ may suit a drafter that copies; what is drafted stays the same as far as it goes."""
     first, wanted = sd.PromptLookupDrafter(1), np.arange(B, dtype=np.int32) % 6

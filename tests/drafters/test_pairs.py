@@ -6,7 +6,6 @@ import functools
 import jax
 import numpy as np
 import pytest
-import tiers
 from engine_inputs import GAMMA, INPUTS, LIMIT
 from engine_models import KEY, SAMPLED, drafter, plain, run, target
 
@@ -42,7 +41,7 @@ def same(found, expected) -> None:
 
 
 @pytest.mark.slow
-@tiers.parametrize("config", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"], first=1)
+@pytest.mark.parametrize("config", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
 def test_tokens_and_counts_are_those_of_single_steps(pairs, config):
     """Rows that draft nothing or less than others, prefixes of several lengths, ends by EOS."""
     options = dict(
@@ -83,7 +82,7 @@ def cascades() -> dict[str, sd.Drafter]:
 
 
 @pytest.mark.slow
-@tiers.parametrize("name", cascades(), first=1)
+@pytest.mark.parametrize("name", cascades())
 def test_cascades_draft_to_the_last_slot(pairs, name):
     """A later part's steps may reach past the last slot and write nothing there.
 

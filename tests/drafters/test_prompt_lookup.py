@@ -6,7 +6,6 @@ import json
 import jax
 import numpy as np
 import pytest
-import tiers
 from announcements import without_course
 from tables import GAMMA, TARGET, V
 from toy_models import EchoModel, Words, tiny_t5
@@ -261,7 +260,7 @@ def test_benchmark_counts_no_draft_steps(specdec, folder):
 
 
 @pytest.mark.slow
-@tiers.parametrize("eos", [(), (1,)], ids=["to the limit", "to an accepted EOS"], first=1)
+@pytest.mark.parametrize("eos", [(), (1,)], ids=["to the limit", "to an accepted EOS"])
 def test_acceptance_per_position_by_hand(eos):
     """A position at which nothing was drafted, though it was wanted, counts as not accepted."""
     options = dict(drafter=sd.PromptLookupDrafter(1), gamma=3, max_new_tokens=24, eos_ids=eos)

@@ -192,7 +192,7 @@ def step(network, cache):
 
 
 @pytest.mark.slow
-@tiers.parametrize("how, rows", [("head of its own", 1), ("tied", 3), ("bfloat16", 3)], first=1)
+@pytest.mark.parametrize("how, rows", [("head of its own", 1), ("tied", 3), ("bfloat16", 3)])
 def test_reduced_networks_compute_the_whole_ones_logits(how, rows):
     """The short head's logits are the whole head's; int8 changes them by little.
 

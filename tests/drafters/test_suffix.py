@@ -192,7 +192,7 @@ WAYS = {
 
 
 @pytest.mark.slow
-@parametrize("way", WAYS, first=1)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_jobs_outputs_are_those_of_plain_decoding(target, way):
     options = {**OPTIONS, **WAYS[way]}
     history, drafters = sd.SuffixHistory(target, capacity=512), set()
@@ -227,7 +227,7 @@ PAIRS = {
 
 
 @pytest.mark.slow
-@parametrize("name", PAIRS, first=1)
+@pytest.mark.parametrize("name", PAIRS)
 def test_a_history_inside_another_drafter(target, name):
     """Rows at temperature 0 and above it; what was accepted of the history's drafts is counted."""
     sampling = sd.SamplingConfig(temperature=[0.0, 1.0] * (len(INPUTS) // 2))

@@ -5,7 +5,6 @@ import functools
 import jax
 import numpy as np
 import pytest
-import tiers
 from toy_models import tiny_t5
 
 import specdec_jax as sd
@@ -39,7 +38,7 @@ def names(target, tmp_path_factory):
 
 
 @pytest.mark.slow
-@tiers.parametrize(
+@pytest.mark.parametrize(
     "kind",
     [
         "exit",
@@ -53,7 +52,6 @@ def names(target, tmp_path_factory):
         "random",
         "model",
     ],
-    first=1,
 )
 def test_a_named_drafter_drafts_for_a_traced_target(kind, names, target):
     name, load = names.get(kind, kind), functools.partial(sd.load, dtype="float32")

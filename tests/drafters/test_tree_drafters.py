@@ -122,7 +122,7 @@ def test_coupled_trees_equal_plain_sampling(name):
 
 
 @pytest.mark.slow
-@tiers.parametrize("name", ["two models", "a copy and a model"], first=1)
+@pytest.mark.parametrize("name", ["two models", "a copy and a model"])
 def test_rows_at_temperature_0_are_plain_ones(name):
     """With the children and the verifier that the drafter chooses."""
     found = run(name, tree=Tree.uniform((2, 2, 1)), gamma="auto")

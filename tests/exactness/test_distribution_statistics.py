@@ -153,7 +153,7 @@ def test_gemma_distribution(config):
 
 
 @pytest.mark.slow
-@tiers.parametrize("speculative_", [True, False], ids=["speculative", "plain"], first=1)
+@pytest.mark.parametrize("speculative_", [True, False], ids=["speculative", "plain"])
 def test_distribution_under_top_k_and_top_p(speculative_):
     target, draft = hash_pair()
     probs, draws = joint_distribution(target, FILTERED), DRAWS // 2
@@ -163,8 +163,8 @@ def test_distribution_under_top_k_and_top_p(speculative_):
 
 
 @pytest.mark.slow
-@tiers.parametrize("impl", ["rbg", "unsafe_rbg"], first=1)
-@tiers.parametrize("speculative_", [True, False], ids=["speculative", "plain"], first=1)
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("speculative_", [True, False], ids=["speculative", "plain"])
 def test_distribution_with_keys_of_another_kind(impl, speculative_):
     """JAX batches rbg keys by drawing for all rows from the first row's key.
 
@@ -178,7 +178,7 @@ def test_distribution_with_keys_of_another_kind(impl, speculative_):
 
 
 @pytest.mark.slow
-@tiers.parametrize("vocab", [11, 23], ids=["narrower", "wider"], first=1)
+@pytest.mark.parametrize("vocab", [11, 23], ids=["narrower", "wider"])
 def test_distribution_with_a_drafter_of_another_width(vocab):
     """Ids that only the target has get draft probability 0; other ids are never drafted."""
     target, draft = HashModel(V, 0, spread=3.0), HashModel(vocab, 1, spread=3.0, likeness=0.3)
@@ -265,8 +265,8 @@ NARROWER, WIDER = HashModel(11, 1, spread=3.0, likeness=0.3), HashModel(23, 2, s
 
 
 @pytest.mark.slow
-@tiers.parametrize(
-    "config, drafters", [(SPREAD, (OTHER, SAME)), (FILTERED, (NARROWER, WIDER))], first=1
+@pytest.mark.parametrize(
+    "config, drafters", [(SPREAD, (OTHER, SAME)), (FILTERED, (NARROWER, WIDER))]
 )
 def test_coupled_output_is_that_of_plain_sampling(config, drafters):
     """Token for token, over rows of their own inputs, keys and γ (0 to 5), for every drafter."""
@@ -396,7 +396,7 @@ MUTANTS = {
 
 
 @pytest.mark.slow
-@tiers.parametrize("name", MUTANTS, first=1)
+@pytest.mark.parametrize("name", MUTANTS)
 def test_statistics_catch(name, monkeypatch):
     target, draft = hash_pair()
     MUTANTS[name](monkeypatch)

@@ -79,7 +79,7 @@ def test_every_verifier_is_here():
 
 
 @pytest.mark.slow
-@tiers.parametrize("vocab, shape, limit", SIZES, first=23)
+@pytest.mark.parametrize("vocab, shape, limit", SIZES)
 @every_pair
 def test_distribution_of_two_iterations_is_the_targets(kind, verifier, vocab, shape, limit):
     """Zeros and disjoint supports occur; EOS, limit and budget cut branches."""

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 from distribution_samples import (
     DRAWS,
     FALSE_ALARM,
@@ -50,10 +49,9 @@ def sampled(tree, draws, **options):
 
 
 @pytest.mark.slow
-@tiers.parametrize(
+@pytest.mark.parametrize(
     "name, draws",
     [("drawn, recursive", ROWS), ("mixed, mixed", ROWS), *((name, DRAWS) for name in TREES)],
-    first=1,
 )
 def test_distribution_of_every_verifier(name, draws):
     assert sampled(TREES[name], draws) > FALSE_ALARM

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
@@ -248,8 +247,8 @@ def test_two_positions_cost_what_one_does_but_for_several_rows_of_xlas_on_a_tpu(
 
 
 @pytest.mark.slow
-@tiers.parametrize(("platform", "min_query_len"), [("gpu", 2), ("tpu", 8)], first=1)
-@tiers.parametrize("family", [gpt, t5, wide], first=1)
+@pytest.mark.parametrize(("platform", "min_query_len"), [("gpu", 2), ("tpu", 8)])
+@pytest.mark.parametrize("family", [gpt, t5, wide])
 def test_few_positions_of_a_row_are_fed_as_more(family, platform, min_query_len):
     """A GPU feeds two positions for one, a TPU eight for up to seven.
 
@@ -281,8 +280,8 @@ def test_few_positions_of_a_row_are_fed_as_more(family, platform, min_query_len)
 
 
 @pytest.mark.slow
-@tiers.parametrize("platform", ["gpu", "tpu"], first=1)
-@tiers.parametrize("rows", [1, 2], first=1)
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("rows", [1, 2])
 def test_a_cache_for_nodes_has_the_slots_that_were_asked_for(platform, rows):
     """Whether or not the cache for sequences, which has more for one row, fills one more tile."""
     found = []

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 
 import specdec_jax as sd
 from specdec_jax.backends.backend import Backend
@@ -97,7 +96,7 @@ def own():
 
 
 @pytest.mark.slow
-@tiers.parametrize("temperature", [0.0, 1.0], first=1)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_it_decodes_speculatively_as_plainly(own, temperature):
     drafters = [sd.ModelDrafter(sd.LanguageModel.random(OwnConfig(), 1, eos_ids=()))]
     drafters += [sd.ModelDrafter(own), sd.PromptLookupDrafter()]

@@ -220,8 +220,8 @@ def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, stored
 
 
 @pytest.mark.slow
-@tiers.parametrize("quantize", packed_weights.INPUT_BITS, first=1)
-@tiers.parametrize("tied", [False, True], first=1)
+@pytest.mark.parametrize("quantize", packed_weights.INPUT_BITS)
+@pytest.mark.parametrize("tied", [False, True])
 def test_speculative_decoding_gives_what_plain_decoding_gives(tied, quantize):
     target = sd.LanguageModel.random(
         tiny_t5(0, logits_via_embedding=tied).config, quantize=quantize

@@ -10,7 +10,6 @@ import command_line
 import jax
 import make_checkpoints as make
 import pytest
-import tiers
 from int8_models import save_tiny
 from make_checkpoints import TINY
 from toy_models import tiny_t5
@@ -160,8 +159,8 @@ def test_the_choice_is_printed(tmp_path):
 
 
 @pytest.mark.slow
-@tiers.parametrize(
-    "quantize, more", [("int8", ""), ("w8a8", ", inputs of products in int8 too")], first=1
+@pytest.mark.parametrize(
+    "quantize, more", [("int8", ""), ("w8a8", ", inputs of products in int8 too")]
 )
 def test_generate_decodes_with_the_rounded_model(quantize, more, specdec, pair):
     target = sd.load(pair / "target", "float32", quantize=quantize)

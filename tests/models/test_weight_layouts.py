@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 from toy_models import noisy_copy, tiny_t5
 
 from specdec_jax.analysis import near_ties
@@ -111,7 +110,7 @@ def test_output_does_not_depend_on_the_layout(make, monkeypatch):
 
 
 @pytest.mark.slow
-@tiers.parametrize("make", MODELS, first=1)
+@pytest.mark.parametrize("make", MODELS)
 def test_calls_over_several_positions_compute_the_same_bits(make):
     """Of the logits, whatever the number of positions in a call, and of rows."""
     target = make()

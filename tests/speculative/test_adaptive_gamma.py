@@ -284,7 +284,7 @@ def over(v, c, tokens: int):
 
 
 @pytest.mark.slow
-@tiers.parametrize("name", SETS, first=1)
+@pytest.mark.parametrize("name", SETS)
 def test_never_slower_than_plain_and_as_fast_as_the_best_gamma(name):
     v, draft_costs = SETS[name]
     for c in draft_costs:

@@ -89,7 +89,7 @@ def histories(state):
 
 
 @pytest.mark.slow
-@tiers.parametrize("name", MODELS, first=1)
+@pytest.mark.parametrize("name", MODELS)
 def test_caches_hold_what_the_valid_beams_have_been_through(pair, name):
     """The target's cache says of every valid beam what its tokens fed at once say.
 
@@ -252,7 +252,7 @@ def test_search_in_bfloat16():
 
 
 @pytest.mark.slow
-@tiers.parametrize("name", ["prompt lookup", "n-grams"], first=1)
+@pytest.mark.parametrize("name", ["prompt lookup", "n-grams"])
 def test_chains_of_each_beam(name):
     """Drafters that copy or count draft one chain for each beam; the output stays the same."""
     target, options = t5(), dict(num_beams=2, num_return_sequences=2, max_new_tokens=24, eos_ids=())

@@ -188,8 +188,8 @@ def test_a_drafter_that_is_the_target_is_never_wrong():
 
 
 @pytest.mark.slow
-@tiers.parametrize(
-    "mistake", ["unscored beam", "siblings seen", "nothing moved", "moved off by one"], first=1
+@pytest.mark.parametrize(
+    "mistake", ["unscored beam", "siblings seen", "nothing moved", "moved off by one"]
 )
 def test_identity_finds(pair, mistake, broken):
     """With a mistake that others have made in trees the search differs."""

@@ -165,7 +165,7 @@ def test_errors_name_the_input():
 
 
 @pytest.mark.slow
-@tiers.parametrize("temperature", [0.0, 0.7], first=1)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_infinity_from_a_processor_forces_at_every_temperature(temperature):
     """One id with +inf has all the mass; of two each has half, at temperature 0 the first."""
 

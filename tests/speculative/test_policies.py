@@ -522,7 +522,7 @@ def plain_of(row, limit):
 
 
 @pytest.mark.slow
-@tiers.parametrize("native", [False, True], first=1)
+@pytest.mark.parametrize("native", [False, True])
 def test_no_copy_of_a_cache_where_the_width_varies(optimised, native, monkeypatch):
     """The CPU's own kernels leave out what was not drafted: there one width is enough."""
     if native and not packed_weights.can_pack("float32"):

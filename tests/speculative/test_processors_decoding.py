@@ -162,7 +162,7 @@ def test_gumbel_plain_and_speculative_are_the_same_tokens(name):
 
 
 @pytest.mark.slow
-@tiers.parametrize("verifier", ["token", "block", "plain"], first=1)
+@pytest.mark.parametrize("verifier", ["token", "block", "plain"])
 def test_log_probabilities_of_samples_are_those_of_a_slow_computation(verifier):
     """All processors and filters, rows of several lengths and ends."""
     options = {} if verifier == "plain" else {"verifier": verifier}
@@ -231,7 +231,7 @@ def small_samples(function, key: int, **options):
 
 
 @pytest.mark.slow
-@tiers.parametrize("verifier", ["token", "block", "gumbel"], first=2)
+@pytest.mark.parametrize("verifier", ["token", "block", "gumbel"])
 def test_samples_of_one_input_follow_the_processed_distribution(verifier):
     """Joint distribution of three positions under processors; neighbours are independent."""
     dist = toy.complete({(): 1.0}, small_distribution, 3, {1})
@@ -254,7 +254,7 @@ def test_samples_of_one_input_follow_the_processed_distribution(verifier):
 
 
 @pytest.mark.slow
-@tiers.parametrize("name", ["carried", "unverified"], first=1)
+@pytest.mark.parametrize("name", ["carried", "unverified"])
 def test_the_joint_distribution_catches_prefixes_that_are_not_the_committed_ones(name, monkeypatch):
     dist = toy.complete({(): 1.0}, small_distribution, 3, {1})
     dist = {key: prob for key, prob in dist.items() if prob}

@@ -62,7 +62,7 @@ DISTRIBUTIONS = {
 
 
 @pytest.mark.slow
-@tiers.parametrize("name", DISTRIBUTIONS, first=1)
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_the_grid_hardly_shows_at_256000_ids(name):
     """Blocks and their ids deviate by less than 1e-6 in sum, and every id can be drawn."""
     weights = (DISTRIBUTIONS[name] / DISTRIBUTIONS[name].sum()).astype(np.float32)

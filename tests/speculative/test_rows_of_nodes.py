@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 from beam_reference import Search
 from toy_models import HashModel
 
@@ -123,7 +122,7 @@ def test_candidates_of_a_step():
 
 
 @pytest.mark.slow
-@tiers.parametrize(
+@pytest.mark.parametrize(
     "drafting",
     [
         dict(gamma=3),
@@ -131,7 +130,6 @@ def test_candidates_of_a_step():
         dict(tree=DynamicTree(3, 2, 8, "gumbel")),
     ],
     ids=["chain", "tree", "dynamic tree"],
-    first=1,
 )
 def test_noise_of_the_drafts_positions(drafting):
     """A drafter that is the target proposes, by each position's noise, what the target takes."""

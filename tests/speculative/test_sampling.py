@@ -183,7 +183,7 @@ def test_the_greatest_and_the_least_temperatures(filters):
 
 
 @pytest.mark.slow
-@tiers.parametrize("verifier", ["block", "gumbel"], first=1)
+@pytest.mark.parametrize("verifier", ["block", "gumbel"])
 def test_a_token_is_forced_at_the_greatest_temperature(verifier):
     sampling = SamplingConfig(temperature=3.4e38, forced_tokens={0: 6}, forbidden_tokens=(2, 3))
     target, drafter = HashModel(12), ModelDrafter(HashModel(12, 1))

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 import toy
 
 import specdec_jax as sd
@@ -39,8 +38,8 @@ def pair() -> tuple[LanguageModel, ModelDrafter]:
 
 
 @pytest.mark.slow
-@tiers.parametrize("temperature", [0.0, 1.0], first=1)
-@tiers.parametrize("drafter", ["model", "random"], first=1)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", ["model", "random"])
 def test_acceptance_is_what_was_asked(pair, temperature, drafter):
     """One program for every α, and for a batch of different ones."""
     target, model = pair

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eagle_models import V, eagle, model, random_eagle, target
-from tiers import parametrize
 from toy_training import TINY, random_params
 
 import specdec_jax as sd
@@ -62,7 +61,7 @@ def make_params(drafter=None):
 
 
 @pytest.mark.slow
-@parametrize("family", ["t5", "bart"], first=1)
+@pytest.mark.parametrize("family", ["t5", "bart"])
 def test_unrolled_states_are_those_of_drafting(family):
     """Depth i at position t: pairs up to t − i were committed, the last i tokens were drafted."""
     own_target, drafter = (target(), eagle(0.3)) if family == "t5" else (bart(24), bart_eagle())

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiers
 from announcements import without_course
 from toy_models import compilations
 from toy_training import (
@@ -212,7 +211,7 @@ def test_what_it_writes(finished, distilled):
 
 
 @pytest.mark.slow
-@tiers.parametrize("how", ["killed", "interrupted"], first=1)
+@pytest.mark.parametrize("how", ["killed", "interrupted"])
 def test_a_run_that_was_stopped_ends_as_an_undisturbed_one(
     finished, tmp_path, monkeypatch, capsys, how
 ):
