@@ -85,10 +85,9 @@ class BestOf(DrafterPair):
         values = arguments.check_numbers("costs", costs, expected)
         if values.shape != (2,) or values.min() < 0:
             raise ValueError(f"costs: got {costs!r}, expected {expected}")
-        for name, value in (("margin", margin), ("memory", memory)):
-            if not arguments.is_number(value) or not 0 <= value <= 1:
-                raise ValueError(f"{name}: got {value!r}, expected a number from 0 to 1")
-        self.settings = (*map(float, values), float(margin), float(memory))
+        margin = arguments.check_range("margin", margin, 0, 1)
+        memory = arguments.check_range("memory", memory, 0, 1)
+        self.settings = (*map(float, values), margin, memory)
 
     @property
     def name(self) -> str:

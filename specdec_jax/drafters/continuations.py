@@ -20,11 +20,13 @@ from specdec_jax.drafters.drafting import (
     point_mass,
 )
 from specdec_jax.drafters.tree_levels import Children, Level, draft_children, draft_tree
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.state import AnyRows, DecodeState, Draft
 from specdec_jax.speculative.trees import CHILDREN, POINTS
+from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 
 class Texts(NamedTuple):
@@ -173,6 +175,37 @@ class ContinuationDrafter(BeamChainDrafter, TableDrafter):
     """A `TableDrafter` that also drafts for beam searches, where nothing is observed."""
 
 
+class StoredDrafter(ContinuationDrafter):
+    """A `ContinuationDrafter` whose table may come from a file, made with a vocabulary.
+
+    Attributes:
+      what: what such a file holds, for messages.
+      vocab_size: number of ids of its vocabulary; None if it comes from no file.
+      fingerprint: fingerprint of its vocabulary, "" if that is not known.
+    """
+
+    what: ClassVar[str]
+    vocab_size: int | None
+    fingerprint: str
+
+    def check(self, target: LanguageModel) -> None:
+        super().check(target)
+        self.check_vocabulary("drafter", target.vocabulary)
+        self.check_ids(target.config.vocab_size, target.start_token)
+
+    def check_vocabulary(self, name: str, vocabulary: Vocabulary | None) -> None:
+        """Raises ValueError, about `name`, for a vocabulary that is known to be another."""
+        if vocabulary is not None and self.fingerprint not in ("", vocabulary.fingerprint()):
+            got = f"{self.what} of {self.vocab_size} ids of another vocabulary"
+            raise mismatch_error(name, got, f"that of the model ({vocabulary.size} pieces)")
+
+    def check_ids(self, width: int, start_token: int) -> None:
+        """Raises ValueError for a target with fewer ids than the file has."""
+        if self.vocab_size is not None and self.vocab_size > width:
+            got = f"{self.what} of {self.vocab_size} ids"
+            raise mismatch_error("drafter", got, f"at most the target's {width}")
+
+
 def _count_drafted(state: AnyRows, tokens: Int[Array, "B G"]) -> Int[Array, " B"]:
     """Returns how many tokens stand before the first −1, and not after an EOS."""
     is_eos = jnp.any(tokens[:, :, None] == state.eos_ids[:, None, :], axis=-1)
@@ -187,7 +220,7 @@ def check_copying(target: LanguageModel, name: str) -> None:
     """
     if not target.config.shares_vocabulary:
         expected = "one that does not copy: ids of inputs are other tokens than those of outputs"
-        raise ValueError(f"drafter: got {name}, expected {expected}")
+        raise mismatch_error("drafter", name, expected)
 
 
 def repeat_inputs(inputs: jax.Array, input_lengths: jax.Array, batch: int) -> Inputs:

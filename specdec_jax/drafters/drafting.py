@@ -120,6 +120,15 @@ def draft_from_logits(
     return Draft(tokens, num_drafted, recorded.dist, num_drafted, recorded.signals), carry
 
 
+def draft_at_once(state: AnyRows, num_wanted: jax.Array, logits: jax.Array) -> Draft:
+    """Drafts tokens from the logits `[B, T, W]` of all of them; its `calls` are to be replaced."""
+
+    def logits_of(step: Step, tokens: jax.Array, carry: Any):
+        return jax.lax.dynamic_slice_in_dim(logits, step, 1, axis=1), carry
+
+    return draft_from_logits(state, num_wanted, logits_of)[0]
+
+
 def draft_tokens(
     state: AnyRows,
     num_wanted: jax.Array,

@@ -71,11 +71,9 @@ class ExitNetwork(Network):
         return tuple(layer for layer in own if layer in asked)
 
     def head(self, states: jax.Array, valid: jax.Array | None = None):
-        return (
-            super().head(states, valid)
-            if self.head_weight is None
-            else apply_weight(states, self.head_weight, jnp.float32, valid)
-        )
+        if self.head_weight is None:
+            return super().head(states, valid)
+        return apply_weight(states, self.head_weight, jnp.float32, valid)
 
 
 def _check_layers(layers: Any, count: int) -> int | tuple[int, ...]:
@@ -139,26 +137,17 @@ class EarlyExitDrafter(NetworkDrafter):
         arguments.check_model("model", model)
         config = model.config
         check_uses_backend(config, "an early exit")
-        own: int | tuple[int, ...] = _check_layers(layers, config.num_decoder_layers)
+        own = _check_layers(layers, config.num_decoder_layers)
         if head is not None and (np.ndim(head) != 2 or np.shape(head)[0] != config.emb_dim):
             raise ValueError(
                 f"head: got shape {np.shape(head)}, expected ({config.emb_dim}, number of ids)"
             )
         self.model, self.layers = model, own
         network = model.network
-        head = (
-            None
-            if head is None
-            else weight_layouts.lay_weight(
-                jnp.asarray(head, config.dtype), network.backend.packs_weights
-            )
-        )
-        self.network = ExitNetwork(
-            network.params,
-            network.module,
-            layers=self.layers,
-            head_weight=head,
-        )
+        if head is not None:
+            packs = network.backend.packs_weights
+            head = weight_layouts.lay_weight(jnp.asarray(head, config.dtype), packs)
+        self.network = ExitNetwork(network.params, network.module, own, head)
 
     @property
     def name(self) -> str:
@@ -172,10 +161,8 @@ class EarlyExitDrafter(NetworkDrafter):
 
     def identity(self) -> tuple[list[Any], Any]:
         weight = self.network.head_weight
-        return [
-            self.model.contents,
-            self.layers,
-        ], None if weight is None else weight_layouts.to_matrix(weight)
+        weight = None if weight is None else weight_layouts.to_matrix(weight)
+        return [self.model.contents, self.layers], weight
 
     def check(self, target: LanguageModel) -> None:
         check_own(self.model, target, "an early exit")

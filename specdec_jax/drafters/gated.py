@@ -79,9 +79,7 @@ class GatedDrafter(Drafter):
                 expected = "a drafter that looks up what follows and does not draw"
                 raise ValueError(f"drafter: got {self.drafter!r}, expected {expected}")
         for name in ("least", "memory"):
-            value = getattr(self, name)
-            if not arguments.is_number(value) or not 0 <= value <= 1:
-                raise ValueError(f"{name}: got {value!r}, expected a number from 0 to 1")
+            arguments.check_range(name, getattr(self, name), 0, 1)
 
     __repr__ = Drafter.__repr__
 

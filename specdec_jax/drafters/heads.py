@@ -15,8 +15,8 @@ import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import native_format, stored_tensor
-from specdec_jax.drafters.drafting import Step, draft_from_logits
-from specdec_jax.drafters.tree_levels import Level, draft_tree
+from specdec_jax.drafters.drafting import draft_at_once
+from specdec_jax.drafters.tree_levels import draft_tree_at_once
 from specdec_jax.files import places
 from specdec_jax.models import arguments, heads, parameters
 from specdec_jax.models.family import ModelConfig
@@ -133,12 +133,7 @@ class HeadsDrafter(TreeDrafter):
         self, draft_state: HeadsState, state: DecodeState, num_wanted: jax.Array
     ) -> tuple[HeadsState, Draft]:
         num_wanted = jnp.where(draft_state.known, jnp.minimum(num_wanted, self.config.num_heads), 0)
-        logits = self.network.logits(draft_state.states)
-
-        def logits_of(step: Step, tokens: jax.Array, carry: Any):
-            return jax.lax.dynamic_slice_in_dim(logits, step, 1, axis=1), carry
-
-        draft, _ = draft_from_logits(state, num_wanted, logits_of)
+        draft = draft_at_once(state, num_wanted, self.network.logits(draft_state.states))
         return draft_state, draft._replace(calls=(num_wanted > 0).astype(jnp.int32))
 
     def draft_tree(
@@ -149,14 +144,8 @@ class HeadsDrafter(TreeDrafter):
         max_depth: jax.Array,
     ):
         logits = self.network.logits(draft_state.states)
-        batch, heads, vocab_size = logits.shape
-        max_depth = jnp.where(draft_state.known, jnp.minimum(max_depth, heads), 0)
-
-        def logits_of(level: Level, carry: Any):
-            here = logits[:, None, min(level.depth, heads - 1)]
-            return jnp.broadcast_to(here, (batch, level.tokens.shape[1], vocab_size)), carry
-
-        draft, _ = draft_tree(state, num_wanted, max_depth, logits_of, ())
+        max_depth = jnp.where(draft_state.known, max_depth, 0)
+        draft = draft_tree_at_once(state, num_wanted, max_depth, logits)
         called = jnp.any(draft.valid[:, 1:], axis=1)
         return draft_state, draft._replace(calls=called.astype(jnp.int32))
 

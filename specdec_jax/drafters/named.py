@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.drafters.assisted import AssistedNGramDrafter
+from specdec_jax.drafters.continuations import StoredDrafter
 from specdec_jax.drafters.eagle import EagleDrafter
 from specdec_jax.drafters.early_exit import EarlyExitDrafter
 from specdec_jax.drafters.heads import HeadsDrafter
@@ -23,6 +24,7 @@ from specdec_jax.files import places
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 
 class NamedDrafter(NamedTuple):
@@ -87,10 +89,8 @@ def make_named_drafter(
         return WITHOUT_FILES[name].make(target)
     if name.startswith("exit:"):
         return EarlyExitDrafter(target, _exit_layer(name, target.config.num_decoder_layers))
-    if name.endswith(NGRAMS):
-        return NGramDrafter.load(name, target.vocabulary)
-    if name.endswith(SORTED):
-        return SuffixDrafter.load(name, target.vocabulary)
+    if name.endswith(TABLES):
+        return _load_table(name, target.vocabulary)
     if native_format.is_folder(places.make_path(name), "heads"):
         return HeadsDrafter.load(name, target)
     if name.startswith(PARALLEL):
@@ -118,14 +118,10 @@ def make_traced_drafter(
         return WITHOUT_FILES[name].make(target)
     if name.startswith("exit:"):
         return TracedExit(_exit_layer(name, config.num_decoder_layers), config)
-    if name.endswith(NGRAMS):
-        table = NGramDrafter.load(name)
+    if name.endswith(TABLES):
+        table = _load_table(name, None)
         table.check_ids(config.vocab_size, 0)
         return table
-    if name.endswith(SORTED):
-        texts = SuffixDrafter.load(name)
-        texts.check_ids(config.vocab_size)
-        return texts
     if name.startswith(PARALLEL):
         return ParallelDrafter(load(name.removeprefix(PARALLEL)).model)
     if native_format.is_folder(places.make_path(name), "eagle"):
@@ -147,6 +143,12 @@ def check_drafter_name(name: str) -> None:
         missing, stop, advice = str(error).partition(". If a model")
         others = f"{', '.join(WITHOUT_FILES)}, exit:K, a table (.npz) or sorted text (.suffix)"
         raise ValueError(f"drafter: {missing}, {others}{stop}{advice}") from None
+
+
+def _load_table(name: str, vocabulary: Vocabulary | None) -> StoredDrafter:
+    """Returns the drafter in a file of n-grams or of sorted text."""
+    kind: Any = NGramDrafter if name.endswith(NGRAMS) else SuffixDrafter
+    return kind.load(name, vocabulary)
 
 
 def _exit_layer(name: str, num_layers: int) -> int:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.drafters.continuations import ContinuationDrafter, Found, Texts
+from specdec_jax.drafters.continuations import Found, StoredDrafter, Texts
 from specdec_jax.drafters.ngram_table import (
     ARRAYS,
     NUMBERS,
@@ -18,14 +18,14 @@ from specdec_jax.drafters.ngram_table import (
     read_table,
     write_table,
 )
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models import arguments
-from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 
 @flax.struct.dataclass
-class NGramDrafter(ContinuationDrafter):
+class NGramDrafter(StoredDrafter):
     """A drafter that proposes what followed the last n − 1 tokens in texts counted before.
 
     n = 1 is a unigram model, n = 2 a bigram model. The longest context that was seen counts; if
@@ -62,6 +62,7 @@ class NGramDrafter(ContinuationDrafter):
     fingerprint: str = flax.struct.field(pytree_node=False, default="")
     sampled: bool = flax.struct.field(pytree_node=False, default=False)
     varies: ClassVar[Any] = False
+    what: ClassVar[str] = "a table"
 
     @classmethod
     @isolated
@@ -133,27 +134,12 @@ class NGramDrafter(ContinuationDrafter):
     def name(self) -> str:
         return f"{self.order}-gram table"
 
-    def check(self, target: LanguageModel) -> None:
-        super().check(target)
-        self.check_vocabulary("drafter", target.vocabulary)
-        self.check_ids(target.config.vocab_size, target.start_token)
-
-    def check_vocabulary(self, name: str, vocabulary: Vocabulary | None) -> None:
-        """Raises ValueError, about `name`, for a vocabulary that is known not to be the counts'."""
-        if vocabulary is None or self.fingerprint in ("", vocabulary.fingerprint()):
-            return
-        got = f"a table of {self.vocab_size} ids of another vocabulary"
-        expected = f"that of the model ({vocabulary.size} pieces)"
-        raise ValueError(f"{name}: got {got}, expected {expected}")
-
     def check_ids(self, width: int, start_token: int) -> None:
-        """Raises ValueError for a target with fewer ids than the table, or another start token."""
-        if self.vocab_size > width:
-            got, expected = f"a table of {self.vocab_size} ids", f"at most the target's {width}"
-            raise ValueError(f"drafter: got {got}, expected {expected}")
+        super().check_ids(width, start_token)
         if self.start_token != start_token:
-            got, expected = f"start token {self.start_token}", f"the target's {start_token}"
-            raise ValueError(f"drafter: got {got}, expected {expected}")
+            raise mismatch_error(
+                "drafter", f"start token {self.start_token}", f"the target's {start_token}"
+            )
 
     def find(self, memory: Any, texts: Texts, count: int, length: int) -> Found:
         rows, match = self.find_rows(texts.tokens, texts.lengths)

@@ -145,19 +145,8 @@ def _pad_sequences(
     sequences: Iterable[Sequence[int]], vocab_size: int, before: int, start_token: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns all ids, their places after `before` start tokens per sequence, and that array."""
-    arguments.check_kind("sequences", sequences, Iterable, "lists of integers")
-    parts = [arguments.as_array(sequence) for sequence in sequences]
-    parts = [part for part in parts if part.size]
-    if not parts:
-        raise ValueError(
-            "sequences: got no id at all, expected at least one sequence that is not empty"
-        )
-    if any(part.ndim != 1 or not np.issubdtype(part.dtype, np.integer) for part in parts):
-        raise ValueError("sequences: got something else than ids, expected lists of integers")
+    parts = arguments.check_sequences(sequences, vocab_size)
     ids = np.concatenate(parts).astype(np.int64)
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise ValueError(f"sequences: got id {wrong}, expected ids from 0 to {vocab_size - 1}")
     number = np.repeat(np.arange(1, len(parts) + 1), [len(part) for part in parts])
     places = np.arange(len(ids)) + before * number
     padded = np.full(len(ids) + before * len(parts), start_token, np.int64)

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.drafters.drafting import NetworkDrafter, Step, draft_from_logits, match_width
+from specdec_jax.drafters.drafting import NetworkDrafter, draft_at_once, match_width
 from specdec_jax.drafters.model import ModelDrafter, ModelDraftState
-from specdec_jax.drafters.tree_levels import Level, draft_tree
+from specdec_jax.drafters.tree_levels import draft_tree_at_once
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
@@ -71,11 +71,7 @@ class ParallelDrafter(NetworkDrafter):
         self, draft_state: ModelDraftState, state: DecodeState, num_wanted: jax.Array
     ) -> tuple[ModelDraftState, Draft]:
         logits, draft_state, calls = self._call(draft_state, state, num_wanted)
-
-        def logits_of(step: Step, tokens: jax.Array, carry: Any):
-            return jax.lax.dynamic_slice_in_dim(logits, step, 1, axis=1), carry
-
-        draft, _ = draft_from_logits(state, num_wanted, logits_of)
+        draft = draft_at_once(state, num_wanted, logits)
         return draft_state, draft._replace(calls=calls)
 
     def draft_tree(
@@ -87,13 +83,7 @@ class ParallelDrafter(NetworkDrafter):
     ):
         depth = jnp.where(num_wanted > 0, max_depth, 0)
         logits, draft_state, calls = self._call(draft_state, state, depth)
-        batch, _, vocab_size = logits.shape
-
-        def logits_of(level: Level, carry: Any):
-            here = logits[:, None, level.depth]
-            return jnp.broadcast_to(here, (batch, level.tokens.shape[1], vocab_size)), carry
-
-        draft, _ = draft_tree(state, num_wanted, max_depth, logits_of, ())
+        draft = draft_tree_at_once(state, num_wanted, max_depth, logits)
         return draft_state, draft._replace(calls=calls)
 
     def _call(

@@ -49,18 +49,8 @@ def join_sequences(sequences: Iterable[Sequence[int]], vocab_size: Any) -> np.nd
       ValueError: no id at all, or one outside the vocabulary.
     """
     arguments.check_integer("vocab_size", vocab_size, 1, 2**31 - 2)
-    arguments.check_kind("sequences", sequences, Iterable, "lists of integers")
-    parts = [arguments.as_array(sequence) for sequence in sequences]
-    parts = [part for part in parts if part.size]
-    if not parts:
-        expected = "at least one sequence that is not empty"
-        raise mismatch_error("sequences", "no id at all", expected)
-    if any(part.ndim != 1 or not np.issubdtype(part.dtype, np.integer) for part in parts):
-        raise mismatch_error("sequences", "something else than ids", "lists of integers")
+    parts = arguments.check_sequences(sequences, vocab_size)
     ids = np.concatenate([np.append(part.astype(np.int64) + 1, 0) for part in parts])
-    if ids.min() < 0 or ids.max() > vocab_size or any(np.any(part < 0) for part in parts):
-        wrong = next(i for part in parts for i in part if not 0 <= i < vocab_size)
-        raise mismatch_error("sequences", f"id {wrong}", f"ids from 0 to {vocab_size - 1}")
     if len(ids) >= 2**31:
         raise mismatch_error("sequences", f"{len(ids):,} ids", "fewer than 2,147,483,648")
     return ids.astype(_id_type(vocab_size))

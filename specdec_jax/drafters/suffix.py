@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.drafters.continuations import (
-    ContinuationDrafter,
     Found,
+    StoredDrafter,
     Texts,
     compare_endings,
     follow_passages,
@@ -25,7 +25,6 @@ from specdec_jax.drafters.sorted_text import (
     read_ids,
 )
 from specdec_jax.models import arguments
-from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState
 from specdec_jax.tokenizers.vocabularies import Vocabulary
@@ -48,7 +47,7 @@ class OwnTexts(NamedTuple):
 
 
 @flax.struct.dataclass
-class SuffixDrafter(ContinuationDrafter):
+class SuffixDrafter(StoredDrafter):
     """A drafter that proposes what followed the same ids in earlier texts, input and output.
 
     Earlier texts are the sequences of a `SortedText`: those that a job has finished
@@ -87,13 +86,11 @@ class SuffixDrafter(ContinuationDrafter):
     fingerprint: str = flax.struct.field(pytree_node=False, default="")
     checksum: str = flax.struct.field(pytree_node=False, default="")
     passages: ClassVar[bool] = True
+    what: ClassVar[str] = "sorted text"
 
     def __post_init__(self):
-        for name, least, most in (("factor", 0, 64), ("least_share", 0, 1)):
-            value = getattr(self, name)
-            if not arguments.is_number(value) or not least <= value <= most:
-                got, expected = arguments.quote(value), f"a number from {least} to {most}"
-                raise ValueError(f"{name}: got {got}, expected {expected}")
+        arguments.check_range("factor", self.factor, 0, 64)
+        arguments.check_range("least_share", self.least_share, 0, 1)
         arguments.check_integer("min_match", self.min_match, 1, DEPTH)
 
     @classmethod
@@ -148,28 +145,8 @@ class SuffixDrafter(ContinuationDrafter):
         return "suffix"
 
     def identity(self) -> tuple[list[Any], Any]:
-        return [
-            jax.tree.structure(self)
-        ], ()  # with the checksum; what a job adds decides no output
-
-    def check(self, target: LanguageModel) -> None:
-        super().check(target)
-        self.check_vocabulary("drafter", target.vocabulary)
-        self.check_ids(target.config.vocab_size)
-
-    def check_vocabulary(self, name: str, vocabulary: Vocabulary | None) -> None:
-        """Raises ValueError, about `name`, for a vocabulary that is known not to be the file's."""
-        if vocabulary is None or self.fingerprint in ("", vocabulary.fingerprint()):
-            return
-        got = f"sorted text of {self.vocab_size} ids of another vocabulary"
-        expected = f"that of the model ({vocabulary.size} pieces)"
-        raise ValueError(f"{name}: got {got}, expected {expected}")
-
-    def check_ids(self, width: int) -> None:
-        """Raises ValueError for a target with fewer ids than a file has."""
-        if self.vocab_size is not None and self.vocab_size > width:
-            got, expected = f"sorted text of {self.vocab_size} ids", f"at most the target's {width}"
-            raise ValueError(f"drafter: got {got}, expected {expected}")
+        # With the checksum; what a job adds decides no output.
+        return [jax.tree.structure(self)], ()
 
     def init(
         self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int

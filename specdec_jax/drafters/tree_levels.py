@@ -128,6 +128,22 @@ def draft_tree(
     return draft_children(state, num_wanted, max_depth, children_of, carry)
 
 
+def draft_tree_at_once(
+    state: DecodeState,
+    num_wanted: Int[Array, " B"],
+    max_depth: Int[Array, " B"],
+    logits: Float[Array, "B T V"],
+) -> TreeDraft:
+    """Drafts a tree of depth T at most, with the same logits after all nodes of one depth."""
+    batch, most, vocab_size = logits.shape
+
+    def logits_of(level: Level, carry: Any):
+        here = logits[:, None, min(level.depth, most - 1)]
+        return jnp.broadcast_to(here, (batch, level.tokens.shape[1], vocab_size)), carry
+
+    return draft_tree(state, num_wanted, jnp.minimum(max_depth, most), logits_of, ())[0]
+
+
 def draft_children(
     state: DecodeState,
     num_wanted: jax.Array,

@@ -11,7 +11,7 @@ import operator
 import os
 import re
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -140,6 +140,33 @@ def check_number(name: str, value: Any, expected: str) -> float:
     if not is_number(value):
         raise mismatch_error(name, quote(value), expected)
     return float(value)
+
+
+def check_range(name: str, value: Any, least: float, most: float) -> float:
+    """Returns a number from `least` to `most`."""
+    if not is_number(value) or not least <= value <= most:
+        raise mismatch_error(name, quote(value), f"a number from {least} to {most}")
+    return float(value)
+
+
+def check_sequences(sequences: Any, vocab_size: int) -> list[np.ndarray]:
+    """Returns the sequences that are not empty, each as an array of ids below `vocab_size`.
+
+    Raises:
+      ValueError: no id at all, or something that is no id of the vocabulary.
+    """
+    check_kind("sequences", sequences, Iterable, "lists of integers")
+    parts = [part for part in map(as_array, sequences) if part.size]
+    if not parts:
+        expected = "at least one sequence that is not empty"
+        raise mismatch_error("sequences", "no id at all", expected)
+    if any(part.ndim != 1 or not np.issubdtype(part.dtype, np.integer) for part in parts):
+        raise mismatch_error("sequences", "something else than ids", "lists of integers")
+    wrong = [part[(part < 0) | (part >= vocab_size)] for part in parts]
+    if any(len(ids) for ids in wrong):
+        first = np.concatenate(wrong)[0]
+        raise mismatch_error("sequences", f"id {first}", f"ids from 0 to {vocab_size - 1}")
+    return parts
 
 
 def check_list(name: str, value: Any, expected: str) -> tuple[Any, ...]:

@@ -159,6 +159,7 @@ DRAFTERS: dict[str, Sequence[str]] = {
         "--gamma=7",
     ),
     "`suffix`, γ = 16": ("--drafter=suffix", "--gamma=16"),
+    "`recycling`, tree of widths 4, 2, 1": ("--drafter=recycling", "--tree=widths:4,2,1"),
     "`lookahead`, 57 nodes": ("--drafter=lookahead",),
 }
 
