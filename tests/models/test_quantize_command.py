@@ -16,7 +16,6 @@ from toy_models import tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.analysis import benchmark as analysis_benchmark
-from specdec_jax.analysis.variants import Workload
 from specdec_jax.backends.cpu import native, packed_weights
 from specdec_jax.checkpoints import loader
 from specdec_jax.checkpoints import weights as checkpoints_weights
@@ -220,8 +219,7 @@ def test_a_preset_in_8_bits(monkeypatch):
         quantize="int8",
     )
     options.check()
-    target, drafter, batches = benchmark_command.load(options)
-    record, problems = analysis_benchmark.benchmark(Workload(target, drafter, batches, options))
+    record, problems = analysis_benchmark.benchmark(benchmark_command.load(options))
     assert not problems and record["options"]["quantize"] == "int8"
     kinds = record["target"]["parameter_dtype"], record["drafter"]["parameter_dtype"]
     assert kinds == ("float32, int8", "float32")
