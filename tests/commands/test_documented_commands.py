@@ -3,9 +3,9 @@
 What needs data, devices or packages that are not there is run up to the error that says so.
 """
 
+import contextlib
 import gc
 import importlib.util
-import io
 import re
 import shlex
 import sys
@@ -28,7 +28,11 @@ CHEAP = [line for line in HELP if line.split()[1] in _QUICK]
 CHEAP.append("specdec figures --output=report.html")
 # What a command needs that need not be here, and how the error begins that says so.
 NEEDS = {
-    "data": (r"DATA_DIR=|--data_dir=data", r"(train|validation|source)_files: got '\S*data/\S+'"),
+    "data": (
+        r"DATA_DIR=|--data_dir=data",
+        r"(train|validation|source)_files: got '\S*(data|runs/outputs)/\S+'",
+    ),
+    "a store": (r"=gs://", r"gs://\S+: got a URL"),
     "a record of a device": (
         r"--records=(tpu|v4|gpu|accelerator)\.",
         r"\S+: .*no such|got '?(tpu|v4|gpu|accelerator)",
@@ -53,11 +57,13 @@ def run(folder, monkeypatch, capsys):
 
     def run(line: str) -> str | None:
         argv = shlex.split(line)[1:]
-        if "<" in argv:
-            place = argv.index("<")
-            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(open(argv[place + 1], "rb")))
-            argv = argv[:place]
-        code = main.main([argv[0], *argv[1:], *smaller(argv)])
+        with contextlib.ExitStack() as files:
+            if "<" in argv:
+                place = argv.index("<")
+                source = files.enter_context(open(argv[place + 1], encoding="utf-8"))
+                monkeypatch.setattr(sys, "stdin", source)
+                argv = argv[:place]
+            code = main.main([argv[0], *argv[1:], *smaller(argv)])
         gc.collect()  # some commands make models of a gigabyte
         printed = capsys.readouterr().err
         for need, (pattern, message) in NEEDS.items():

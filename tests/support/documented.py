@@ -8,7 +8,7 @@ import pages
 
 import specdec_jax as sd
 from specdec_jax.checkpoints import loader
-from specdec_jax.models import gpt, t5
+from specdec_jax.models import families, gpt
 from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary
 
 T5 = sd.T5Config(6144, 16, 2, 8, 1, 3, 32)
@@ -101,6 +101,5 @@ def shrink(monkeypatch, folder: pathlib.Path) -> None:
     """Replaces the bundled pair by the toy pair, and the presets' shapes by toy shapes."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(loader, "BUNDLED", folder / "bundled")
-    for presets, shape in ((t5.PRESETS, T5), (gpt.GPT_PRESETS, GPT)):
-        for name in presets:
-            monkeypatch.setitem(presets, name, shape)
+    for name, shape in families.PRESETS.items():
+        monkeypatch.setitem(families.PRESETS, name, GPT if shape.decoder_only else T5)
