@@ -1,7 +1,9 @@
 """`Backend`: how a network runs on its devices, chosen once, when the network is made.
 
 `Backend` itself runs everything in plain XLA, which is right on any device. The others replace
-parts by kernels, and have caches in the layout that those kernels and their compilers prefer.
+parts by kernels, and have caches in the layout that those kernels and their compilers prefer. The
+kernels of accelerators are imported when they are first asked for: Pallas takes a quarter of a
+second, which a process on a CPU does not need.
 """
 
 import dataclasses
@@ -16,11 +18,8 @@ from jaxtyping import Array, Float, Int
 from specdec_jax.backends import kv_cache, xla
 from specdec_jax.backends.axes import ByHeads, Mask, PerRow, Query, States, Valid
 from specdec_jax.backends.cpu import packed_weights
-from specdec_jax.backends.gpu import attention as gpu_attention
-from specdec_jax.backends.gpu import fused_layers
 from specdec_jax.backends.kv_cache import KVCache
 from specdec_jax.backends.sharding import ShardingRules
-from specdec_jax.backends.tpu import fused_mesh
 from specdec_jax.backends.xla import AttentionShape, DecoderCall, Projected
 
 _MAX_MOVED = 64  # slots that are moved one by one on a TPU
@@ -282,12 +281,16 @@ class GPUBackend(AcceleratorBackend):
     def _is_one_kernel(
         self, query: Float[Array, "*N D"], cache: KVCache, heads: AttentionShape
     ) -> bool:
+        from specdec_jax.backends.gpu import attention as gpu_attention
+
         queries, suits = math.prod(query.shape[:-1]) // cache.batch, heads.suits_kernels
         return self.rules is None and suits and gpu_attention.supports_call(cache, queries)
 
     def attend_to_cache(
         self, qkv: Projected, cache: KVCache, call: DecoderCall, bias: Any, heads: AttentionShape
     ) -> tuple[States, KVCache]:
+        from specdec_jax.backends.gpu import attention as gpu_attention
+
         by_layers = super().attend_to_cache
         if call.nodes is not None or len(qkv) > 1 or not self._is_one_kernel(qkv[0], cache, heads):
             return by_layers(qkv, cache, call, bias, heads)
@@ -307,6 +310,8 @@ class GPUBackend(AcceleratorBackend):
     def attend_to_encoded(
         self, query: Query, cross: KVCache, mask: Mask, valid: Valid, heads: AttentionShape
     ) -> States:
+        from specdec_jax.backends.gpu import attention as gpu_attention
+
         by_layers = super().attend_to_encoded
         if not self._is_one_kernel(query, cross, heads):
             return by_layers(query, cross, mask, valid, heads)
@@ -327,6 +332,8 @@ class GPUBackend(AcceleratorBackend):
 
     def runs_whole_step(self, network: Any, queries: int, cache: Any, layers: int | None) -> bool:
         """Returns whether `fused_layers` has kernels for such a call."""
+        from specdec_jax.backends.gpu import fused_layers
+
         shape = cache.layers[0].batch, queries
         return fused_layers.supports_call(network.module, network.params, shape, cache, layers)
 
@@ -334,6 +341,8 @@ class GPUBackend(AcceleratorBackend):
         self, network: Any, x: States, positions: PerRow, cache: Any, layers: int | None
     ) -> tuple[States, Any]:
         """Runs those kernels."""
+        from specdec_jax.backends.gpu import fused_layers
+
         arguments = x, positions, cache, layers
         return fused_layers.decode_states(network.module, network.params, *arguments)
 
@@ -378,6 +387,8 @@ class TPUBackend(AcceleratorBackend):
 
     def runs_whole_step(self, network: Any, queries: int, cache: Any, layers: int | None) -> bool:
         """Returns whether `fused_mesh` has a kernel for such a call."""
+        from specdec_jax.backends.tpu import fused_mesh
+
         shape = cache.layers[0].batch, queries
         return fused_mesh.supports_call(network.module, network.params, shape, cache, layers)
 
@@ -385,6 +396,8 @@ class TPUBackend(AcceleratorBackend):
         self, network: Any, x: States, positions: PerRow, cache: Any, layers: int | None
     ) -> tuple[States, Any]:
         """Runs that kernel."""
+        from specdec_jax.backends.tpu import fused_mesh
+
         arguments = x, positions, cache, layers
         return fused_mesh.decode_states(network.module, network.params, *arguments)
 

@@ -9,6 +9,7 @@ narrow ones, which rounding to 8 bits would magnify.
 
 import flax.struct
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int8
 
@@ -36,7 +37,7 @@ class Int8Weight:
     def quantize(cls, weight: Float[Array, "D F"], input_bits: int | None = 16) -> "Int8Weight":
         return cls(*_round_to_int8(weight, 0), input_bits)
 
-    def matrix(self) -> Float32[Array, "D F"]:
+    def matrix(self) -> Float32[Array | np.ndarray, "D F"]:
         """Returns the weight as float32."""
         return self.values.astype(jnp.float32) * self.scales
 

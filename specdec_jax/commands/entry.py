@@ -1,7 +1,8 @@
 """Runs the command `specdec` as a process: standard streams and signals before heavy imports.
 
 Importing this module takes milliseconds. JAX and the command line, which take a second or more, are
-imported once signals are handled.
+imported once signals are handled. What imports make lives as long as the process, so the garbage
+collector neither runs meanwhile nor reads it later.
 
 SIGINT and SIGTERM end the process with one line and exit code 130 or 143: at once during imports,
 afterwards as soon as Python can handle them, so that open files are closed. If Python cannot,
@@ -9,6 +10,7 @@ because XLA is compiling, the process ends after some seconds. A second signal e
 Commands that train save their state first and end themselves.
 """
 
+import gc
 import io
 import os
 import select
@@ -32,6 +34,7 @@ def main() -> int:
     """Runs the command line; returns the exit code."""
     _open_standard_streams()
     _handle(_exit)
+    gc.disable()
     from specdec_jax.commands import main as main_command
 
     _handle(_interrupt)

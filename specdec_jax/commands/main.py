@@ -8,6 +8,7 @@ default. The file of `specdec generate --config` comes between flags and gin.
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib
 import inspect
 import os
@@ -190,6 +191,8 @@ def _run_command(name: str, command: Command, rest: list[str]) -> int:
     from specdec_jax.decoding.results import NonFiniteLogitsError
 
     cls, run = command.load()
+    gc.freeze()  # see `entry.py`
+    gc.enable()
     fields = dataclasses.fields(cls) if command.by_flags else ()
     rest, bindings = _split_gin(rest)
     values = _define_flags(cls, fields)

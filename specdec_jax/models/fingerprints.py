@@ -27,9 +27,12 @@ def digest_rounded(params: dict, rules: ShardingRules | None) -> str:
 
 def digest_exact(params: dict, rules: ShardingRules | None, dtype: np.dtype | None = None) -> str:
     """Returns the digest of the weights in `dtype`; None: exactly as a model computes with them."""
+    if shared := rules is None and jax.default_backend() == "cpu":
+        # Nothing is copied, and NumPy unpacks the weights: no program is made for any shape.
+        params = jax.tree.map(np.asarray, params)
     found = {}
     for path, array in weight_layouts.parameters(params):
-        host = _copy_to_host(array, rules)
+        host = np.asarray(array if shared else _replicate(array, rules))
         one = hashlib.sha256(f"{host.shape} {dtype or host.dtype}".encode())
         flat = host.reshape(-1)
         for start in range(0, flat.size, _BLOCK):  # so that no second array of its size is made
@@ -39,18 +42,11 @@ def digest_exact(params: dict, rules: ShardingRules | None, dtype: np.dtype | No
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
 
 
-def _copy_to_host(array: jax.Array, rules: ShardingRules | None) -> np.ndarray:
-    """Returns `array`, of which other processes may hold parts, on the host.
-
-    It is a copy on the device that is read: JAX keeps what it has read of an array as long as the
-    array lives, which would become a second copy of all weights. On a CPU the host shares the
-    device's memory, and nothing is copied.
-    """
-    shared = rules is None and jax.default_backend() == "cpu"
-    return np.asarray(array if shared else _replicate(array, rules))
-
-
 @functools.partial(jax.jit, static_argnames="rules")
 def _replicate(array: jax.Array, rules: ShardingRules | None) -> jax.Array:
-    """Returns a copy that every device has whole."""
+    """Returns a copy that every device has whole, of which other processes may hold parts.
+
+    The copy is what is read: JAX keeps what it has read of an array as long as the array lives,
+    which would become a second copy of all weights.
+    """
     return constrain_sharding(jnp.copy(array), rules)

@@ -27,7 +27,7 @@ from specdec_jax.backends.cpu.packed_weights import input_bits
 from specdec_jax.backends.sharding import ShardingRules, constrain_sharding, read_parts
 from specdec_jax.backends.tree_positions import AnyNodes
 from specdec_jax.files.reading import mismatch_error
-from specdec_jax.models import fused_step_selftest, weight_layouts
+from specdec_jax.models import weight_layouts
 from specdec_jax.models.family import FamilyModule, ModelConfig, check_uses_backend
 from specdec_jax.models.parameters import flatten, parameter_count, unflatten
 
@@ -94,12 +94,15 @@ class Network:
         """Returns whether a call over so many positions is one kernel of the backend."""
         if isinstance(layers, tuple):
             return False
-        whole = self.backend.runs_whole_step(self, queries, cache, layers)
+        if not self.backend.runs_whole_step(self, queries, cache, layers):
+            return False
+        from specdec_jax.models import fused_step_selftest  # imports the accelerators' kernels
+
         self_test = {
             "tpu": fused_step_selftest.SELF_TEST,
             "cuda": fused_step_selftest.GPU_SELF_TEST,
         }
-        return whole and self_test[self.backend.platform].passed()
+        return self_test[self.backend.platform].passed()
 
     @property
     def encoder_dim(self) -> int | None:

@@ -7,13 +7,19 @@ the CPU's own kernels are used (`packed_weights.py`), every weight matrix is sto
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specdec_jax.backends.cpu.packed_weights import PackedWeight, is_weight_object
+from specdec_jax.backends.cpu.packed_weights import (
+    PackedWeight,
+    is_small_on_host,
+    is_weight_object,
+)
 from specdec_jax.backends.int8 import Int8Weight
 
 # By the name of the node: the name of the joint weight, and the names of the weights joined, along
@@ -23,14 +29,14 @@ _FUSED = {
     "attention": ("qkv", ("query", "key", "value")),
 }
 _GATED = ("wi_fused", ("wi_0", "wi_1"))
-Weight = Float[Array, "..."] | PackedWeight | Int8Weight
-Plain = Float[Array, "..."] | Int8Weight  # a weight matrix as a checkpoint has it
+Weight = Float[Any, "..."] | PackedWeight | Int8Weight
+Plain = Float[Any, "..."] | Int8Weight  # a weight matrix as a checkpoint has it
 
 
 def pack(params: dict, use_packed: bool, fused: bool = True) -> dict:
     """Converts T5X's tree to the loop's, leaf by leaf; the two never exist side by side.
 
-    What converts a leaf is jitted, so that a weight matrix is copied only once.
+    What converts a large leaf is jitted, so that a weight matrix is copied only once.
 
     Args:
       params: T5X's tree, whose weights are arrays `[D, F]` or `Int8Weight`s. Its nested dicts are
@@ -69,7 +75,7 @@ def lay_weight(weight: Plain, use_packed: bool) -> Weight:
     return weight if isinstance(weight, Int8Weight) else jnp.asarray(weight)
 
 
-def to_matrix(weight: Weight) -> Float[Array, "..."]:
+def to_matrix(weight: Weight) -> Float[Array | np.ndarray, "..."]:
     """Returns a weight matrix `[D, F]` as an array, however it is stored."""
     return weight.matrix() if is_weight_object(weight) else weight
 
@@ -116,7 +122,7 @@ def unpack(packed: dict) -> dict:
     return flax.traverse_util.unflatten_dict(dict(parameters(packed)))
 
 
-def parameters(packed: dict) -> Iterator[tuple[tuple[str, ...], Float[Array, "..."]]]:
+def parameters(packed: dict) -> Iterator[tuple[tuple[str, ...], Float[Array | np.ndarray, "..."]]]:
     """Yields the arrays of T5X's tree with their paths.
 
     Each weight matrix is unpacked only when its turn comes.
@@ -155,7 +161,10 @@ def _plain(weight: Weight) -> Plain:
 def _divide(weight: Plain, count: int) -> list[Plain]:
     """Splits a weight matrix along the output axis into `count` weights: the inverse of `_join`."""
     arrays, tree = jax.tree.flatten(weight)
-    split = [jnp.split(array, count, axis=-1) for array in arrays]
+    split = [
+        (np if isinstance(array, np.ndarray) else jnp).split(array, count, axis=-1)
+        for array in arrays
+    ]
     return [tree.unflatten(parts) for parts in zip(*split)]
 
 
@@ -238,6 +247,12 @@ def describe_rounding(params: dict) -> tuple[bool, int | None]:
     return bool(found), next(iter(found), None)
 
 
-@jax.jit
 def _join(weights: Sequence[jax.Array]) -> jax.Array:
+    if is_small_on_host(*weights):
+        return jax.device_put(np.concatenate([np.asarray(weight) for weight in weights], axis=-1))
+    return _concatenate(weights)
+
+
+@jax.jit
+def _concatenate(weights: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate(weights, axis=-1)

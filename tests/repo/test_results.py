@@ -175,3 +175,21 @@ def test_typed_figures_are_found():
     for fine in (rendered, f"```\n{table}```\n", table.replace("token", "token in the paper")):
         assert not find_typed_figures(fine)
     assert not find_typed_figures("| name | what |\n|---|---|\n| `x` | T5 1.1, by default 0.6 |\n")
+
+
+def test_a_slope_above_what_is_demanded_is_named(results):
+    from tools.results import scaling
+
+    sizes = [scaling.Size(rows=rows) for rows in (1, 4, 16)]
+    demands = [scaling.count_demands(size) for size in sizes]
+    # The operations grow with the rows, the bytes kept hardly: weights are most of them.
+    assert demands[1]["operations"] == 4 * demands[0]["operations"]
+    assert demands[0]["kept"] < demands[1]["kept"] < 2 * demands[0]["kept"]
+    rows = scaling.describe_growth([1, 4, 16], [1.0, 4.0, 64.0], [1e6, 1e6, 16e6], demands)
+    assert [scaling.grows_faster(row) for row in rows] == [[], [], ["time", "memory"]]
+    assert rows[1]["slope"] == pytest.approx(1) and rows[2]["slope"] == pytest.approx(2)
+    cell = scaling.format_scaling(rows[2])
+    assert "time grows 2.00 (demanded 1.00)" in cell and cell.endswith("; faster: time and memory")
+    assert scaling.format_scaling(rows[0]) == "1000.0 ms, 1 MB"
+    record = {"scaling": {"rows": {"batch plain": dict(zip("abc", rows))}}}
+    assert len(results.list_shortfalls(record)) == 2

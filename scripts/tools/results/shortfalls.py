@@ -35,6 +35,14 @@ def list_shortfalls(stages: Mapping[str, Any]) -> dict[str, str]:
     add("the best tree over the best chain", [a / b for a, b in zip(trees, chains)], "1.0")
     beams = [best(one, "four beams, γ") for one in rows("beams")]
     add("speculative over plain beam search", beams, "1.3")
+    slopes = [row for one in rows("scaling") for row in one.values() if "slope" in row]
+    for what, got, asked in (
+        ("time", "slope", "demanded"),
+        ("memory", "memory_slope", "memory_demanded"),
+    ):
+        excess = [row[got] - max(row[asked], 0) for row in slopes]
+        name = f"scaling: slope of {what} over what operations and bytes demand"
+        add(name, [most for most in excess if most > 0.15], "at most 0.15", max)
     for form in ("float32", "int8"):
         calls = [one[f"{form}, call over 5 positions"]["over_plain"] for one in rows("steps")]
         add(f"v of five positions, {form}", calls, "at most 1.15", max)

@@ -6,6 +6,7 @@ from tools.results import (
     only,
     pair,
     rounding_stages,
+    scaling,
     shapes,
     templates,
     translation,
@@ -46,6 +47,12 @@ STAGES: dict[str, Stage] = {
         "gpt/97m with gpt/6m, random weights", (2, 0.6), shapes.measure_gpt, shapes.format_shape
     ),
     "paper": Stage("random weights", (5, 1), shapes.measure_paper, shapes.format_shape),
+    "scaling": Stage(
+        "a small T5, random weights, one program",
+        (6, 2),
+        scaling.measure_scaling,
+        scaling.format_scaling,
+    ),
     "opus": Stage(
         "opus-mt's shape, random weights, one sentence at a time",
         (4, 1),

@@ -27,6 +27,9 @@ from specdec_jax.files.reading import mismatch_error, quote_value
 INPUT_BITS = {"int8": 16, "w8a8": 8}
 QUANTIZE = (*INPUT_BITS, "none")
 _COLUMNS = 16  # columns of a panel
+# Arrays of up to so many numbers are rearranged by NumPy. XLA is faster, but takes some ten
+# milliseconds to make a program for a shape, or to read it from the folder of compiled programs.
+_SMALL = 1 << 22
 
 
 def can_pack(dtype: DTypeLike) -> bool:
@@ -104,7 +107,9 @@ class Before(NamedTuple):
         return {name: np.int64(number) for name, number in numbers.items()}
 
 
-Panels = Float[Array, "panels D 16"] | Int8[Array, "panels groups 16 group"]
+Panels = (
+    Float[Array | np.ndarray, "panels D 16"] | Int8[Array | np.ndarray, "panels groups 16 group"]
+)
 
 
 @flax.struct.dataclass
@@ -133,20 +138,24 @@ class PackedWeight:
         """Packs a weight."""
         if isinstance(weight, Int8Weight):
             assert weight.input_bits, "the CPU's own kernels round inputs"
-            values = _cut_groups(weight.values, 32 // weight.input_bits)
+            values, group = weight.values, 32 // weight.input_bits
+            small = is_small_on_host(values)
+            values = _cut_groups_on_host(values, group) if small else _cut_groups(values, group)
             lines, columns = weight.values.shape
             return cls(values, weight.scales, lines, columns, derived)
         lines, columns = weight.shape
         return cls(_cut(jnp.asarray(weight)), None, lines, columns, derived)
 
-    def unpack(self) -> Float[Array, "D F"] | Int8Weight:
-        """Returns what `pack` was given."""
-        values = _join_axes(self.values, self.lines, self.columns)
+    def unpack(self) -> Float[Array | np.ndarray, "D F"] | Int8Weight:
+        """Returns what `pack` was given, a NumPy array if the values are one."""
+        on_host = isinstance(self.values, np.ndarray)
+        join = _join_axes.__wrapped__ if on_host else _join_axes
+        values = join(self.values, self.lines, self.columns)
         if self.scales is None:
             return values
         return Int8Weight(values, self.scales, 32 // self.values.shape[-1])
 
-    def matrix(self) -> Float[Array, "D F"]:
+    def matrix(self) -> Float[Array | np.ndarray, "D F"]:
         """Returns the weight as float32."""
         weight = self.unpack()
         return weight.matrix() if isinstance(weight, Int8Weight) else weight
@@ -223,8 +232,32 @@ def _cut_groups(weight: Int8[Array, "D F"], group: int) -> Int8[Array, "panels g
     return padded.reshape(len(padded), -1, group, _COLUMNS).swapaxes(2, 3)
 
 
+def is_small_on_host(*arrays: jax.Array | np.ndarray) -> bool:
+    """Returns whether arrays lie in a CPU's memory, their numbers known, and are soon rearranged.
+
+    If so, `np.asarray` copies nothing.
+    """
+    return jax.default_backend() == "cpu" and all(
+        array.size <= _SMALL
+        and not isinstance(array, jax.core.Tracer)
+        and (isinstance(array, np.ndarray) or len(array.devices()) == 1)
+        for array in arrays
+    )
+
+
+def _cut_groups_on_host(weight: Int8[Array, "D F"], group: int) -> jax.Array:
+    """Does what `_cut_groups` does, in NumPy."""
+    weight = np.asarray(weight)
+    padding = -weight.shape[0] % group, -weight.shape[1] % _COLUMNS
+    padded = np.pad(weight, [(0, more) for more in padding]) if any(padding) else weight
+    columns = padded.reshape(len(padded), -1, _COLUMNS).swapaxes(0, 1)
+    return jax.device_put(np.stack([columns[:, i::group] for i in range(group)], axis=-1))
+
+
 @functools.partial(jax.jit, static_argnames=("lines", "columns"))
-def _join_axes(values: Panels, lines: int, columns: int) -> Shaped[Array, "{lines} {columns}"]:
+def _join_axes(
+    values: Panels, lines: int, columns: int
+) -> Shaped[Array | np.ndarray, "{lines} {columns}"]:
     if values.ndim == 4:  # in groups
         values = values.swapaxes(2, 3).reshape(len(values), -1, _COLUMNS)
     return values.transpose(1, 0, 2).reshape(values.shape[1], -1)[:lines, :columns]
