@@ -315,6 +315,7 @@ def _decode_queue(
     """Yields the outputs of inputs, padded to `width`, from one state of `size` inputs."""
     rules, samples, request = plan.network.rules, plan.samples, plan.request()
     total, multiple = size * samples, row_multiple(rules)
+    part = max(1, total // _PARTS)
     ahead = min(size, -(-max(2, size // _AHEAD) // multiple) * multiple)
     shared, unfed = _inspect_leaves(plan, size, width) if total > 1 else ((), False)
     every = np.int32(STOP_EVERY if plan.stop else FOREVER)
@@ -362,9 +363,10 @@ def _decode_queue(
             state = _place_rows(state, fresh, *moves, np.int32(len(free)), shared, rules)
         # `generate` looks for stop strings every `STOP_EVERY` iterations of a row. For the same
         # statistics, rows must begin at such a moment.
-        most = max(1, total // _PARTS) if (queue or ready) and not plan.stop else total
+        most = part if (queue or ready) and not plan.stop else total
         state = advance(plan.network, plan.drafter, state, every, np.int32(most))
-        if queue and sum(len(one.waiting) for one in ready) < most and learner is None:
+        # Not with a learner: the next rows are to begin with what it learns from these.
+        if queue and learner is None and sum(len(one.waiting) for one in ready) < part:
             prefill_next()
         if finished is not None:
             yield from deliver(*finished)  # while the device is busy
