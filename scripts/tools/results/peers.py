@@ -116,7 +116,9 @@ def make_encoders(config: Any, folder: str) -> dict[str, Callable[[list[int]], A
         with torch.inference_mode():
             return model.encoder(torch.tensor([ids])).last_hidden_state.numpy()
 
-    calls = {f"transformers {transformers.__version__}": encode}
+    calls: dict[str, Callable[[list[int]], Any]] = {
+        f"transformers {transformers.__version__}": encode
+    }
     if not is_installed("ctranslate2"):
         return calls
     import ctranslate2
