@@ -88,6 +88,16 @@ template <typename V>
 static inline auto sum_of(V v) {
   return folded(v, [](V a, V b) { return a + b; });
 }
+template <int kWidth, int... I>
+static inline Vec merged(Vec a, Vec b, std::integer_sequence<int, I...>) {
+  return Vec{(I & kWidth ? b[(I ^ kWidth) % kLanes] : a[I])...} + Vec{(I & kWidth ? b[I] : a[(I ^ kWidth) % kLanes])...};
+}
+// Of kLanes vectors the sums, each with the bits of `sum_of`.
+template <int kWidth = 1>
+static inline Vec sums_of(const Vec* v) {
+  if constexpr (kWidth == kLanes) return *v;
+  else return merged<kWidth>(sums_of<2 * kWidth>(v), sums_of<2 * kWidth>(v + kWidth), std::make_integer_sequence<int, kLanes>());
+}
 template <typename V>
 static inline auto greatest_of(V v) {
   return folded(v, [](V a, V b) { return b > a ? b : a; });
@@ -372,30 +382,34 @@ static __attribute__((noinline)) void block(const Inputs<W>& x, const Panels<W>&
     if (kPointers > 1) asm("" : "+r"(from[j]));
   }
   constexpr int kEach = 64 / (kLine<W> * sizeof(W));  // lines in 64 bytes
-  for (int k = w.begin, turn = w.turn; k < w.end; k++) {
-    if (k % kEach == 0 && !turn--) {
-      turn = w.turns - 1;
-      // At the end of these panels the next ones are what comes next.
-      const int64_t to = (int64_t)(k + w.ahead) * kLine<W> + (k + w.ahead < w.lines ? 0 : (P - 1) * w.apart);
+  const W* line = w.w + (int64_t)w.begin * kLine<W>;
+  for (int k = w.begin, turn = w.turn; k < w.end;) {
+    // From some line on what is asked for lies past the end of these panels, in the next ones.
+    const bool inside = k + w.ahead < w.lines;
+    const int end = inside && w.lines - w.ahead < w.end ? w.lines - w.ahead : w.end;
+    const int64_t to = (int64_t)w.ahead * kLine<W> + (inside ? 0 : (P - 1) * w.apart);
+    for (; k < end; k++, line += kLine<W>) {
+      if (k % kEach == 0 && !turn--) {
+        turn = w.turns - 1;
 #pragma GCC unroll 64
-      for (int p = 0; p < P; p++) __builtin_prefetch(w.w + p * w.apart + to, 0, 3);
-    }
-    decltype(Of::line(w.w)) u[P][kParts];
-#pragma GCC unroll 64
-    for (int p = 0; p < P; p++)
-#pragma GCC unroll 4
-      for (int q = 0; q < kParts; q++)
-        u[p][q] = Of::line(w.w + p * w.apart + (int64_t)k * kLine<W> + q * kLanes * Of::kInputs);
-#pragma GCC unroll 64
-    for (int i = 0; i < M; i++) {
-      const typename Of::Input v = from[i / kApart][i % kApart * x.lines];
+        for (int p = 0; p < P; p++) __builtin_prefetch(line + to + p * w.apart, 0, 3);
+      }
+      decltype(Of::line(w.w)) u[P][kParts];
 #pragma GCC unroll 64
       for (int p = 0; p < P; p++)
 #pragma GCC unroll 4
-        for (int q = 0; q < kParts; q++) s[i][p][q] = Of::add(s[i][p][q], v, u[p][q]);
-    }
+        for (int q = 0; q < kParts; q++) u[p][q] = Of::line(line + p * w.apart + q * kLanes * Of::kInputs);
 #pragma GCC unroll 64
-    for (int j = 0; j < kPointers; j++) from[j]++;
+      for (int i = 0; i < M; i++) {
+        const typename Of::Input v = from[i / kApart][i % kApart * x.lines];
+#pragma GCC unroll 64
+        for (int p = 0; p < P; p++)
+#pragma GCC unroll 4
+          for (int q = 0; q < kParts; q++) s[i][p][q] = Of::add(s[i][p][q], v, u[p][q]);
+      }
+#pragma GCC unroll 64
+      for (int j = 0; j < kPointers; j++) from[j]++;
+    }
   }
 #pragma GCC unroll 64
   for (int i = 0; i < M; i++)
@@ -891,42 +905,43 @@ struct Scoring {
 };
 
 // One query over `live` keys and values: out = Σ softmax(score(q · k) + bias) v. `scores`: room for `live` + kLanes numbers.
-// `next`: the keys that are likely to be read after them, `apart` values apart, as these are.
+// `next`: the keys that are likely to be read after them, `apart` values apart, as these are; none: these were read just now.
 template <typename Place>
 static void attend(const Place& place, const float* q, const float* next, int64_t apart, int64_t live, int64_t K, const float* bias,
                    Scoring how, float* scores, float* out) {
   const int64_t whole = K / kLanes * kLanes, turn = live > kSlotsAhead ? live - kSlotsAhead : 0;
-  const float* added = how.cap > 0 ? nullptr : bias;
-  float greatest = -INFINITY;
-  for (int64_t s = 0; s < live; s++) {
-    const float *key = place.key(s), *value = place.value(s);
-    const float* ahead = s < turn ? key + kSlotsAhead * apart : next + (s - turn) * apart;
-    // Too short a run for the processor to foresee: the next keys, and the values that are read when all scores are there.
-    for (int64_t k = 0; k < K; k += 16) {
-      __builtin_prefetch(ahead + k, 0, 3);
-      __builtin_prefetch(value + k, 0, 3);
+  Vec products[kLanes] = {}, most = all(-INFINITY);
+  for (int64_t s = 0; s < live; s += kLanes) {
+    const int64_t left = live - s, end = left < kLanes ? live : s + kLanes;
+    for (int64_t i = s; i < end; i++) {
+      const float* key = place.key(i);
+      if (next) {
+        // Too short a run for the processor to foresee: the next keys, and the values that are read when all scores are there.
+        const float *ahead = i < turn ? key + kSlotsAhead * apart : next + (i - turn) * apart, *value = place.value(i);
+        for (int64_t k = 0; k < K; k += 16) {
+          __builtin_prefetch(ahead + k, 0, 3);
+          __builtin_prefetch(value + k, 0, 3);
+        }
+      }
+      Vec sums = {};
+      for (int64_t k = 0; k < whole; k += kLanes) sums += load(q + k) * load(key + k);
+      products[i - s] = sums;
     }
-    Vec sums = {};
-    for (int64_t k = 0; k < whole; k += kLanes) sums += load(q + k) * load(key + k);
-    float score = sum_of(sums);
-    for (int64_t k = whole; k < K; k++) score += q[k] * key[k];
-    score = score / how.divisor + (added ? added[s] : 0.0f);
-    greatest = score > greatest ? score : greatest;
-    scores[s] = score;
-  }
-  if (how.cap > 0) {
-    Vec most = all(-INFINITY);
-    for (int64_t s = 0; s < live; s += kLanes) {
-      const int64_t left = live - s;
-      Vec v = capped(load(scores + s, left), how.cap);
-      if (bias) v += load(bias + s, left);
-      if (left < kLanes) v = kFirst < (float)left ? v : all(-INFINITY);
-      most = v > most ? v : most;
+    Vec v = sums_of(products);
+    if (whole < K) {
       store(scores + s, v);
+      for (int64_t i = s; i < end; i++)
+        for (int64_t k = whole; k < K; k++) scores[i] += q[k] * place.key(i)[k];
+      v = load(scores + s);
     }
-    greatest = greatest_of(most);
+    v = v / how.divisor;
+    if (how.cap > 0) v = capped(v, how.cap);
+    if (bias) v += load(bias + s, left);
+    if (left < kLanes) v = kFirst < (float)left ? v : all(-INFINITY);
+    most = v > most ? v : most;
+    store(scores + s, v);
   }
-  for (int64_t s = live; s < live + kLanes; s++) scores[s] = -INFINITY;
+  const float greatest = greatest_of(most);
   Vec totals = {};
   for (int64_t s = 0; s < live; s += kLanes) {
     const Vec e = exp_of(load(scores + s) - greatest);
@@ -1134,7 +1149,7 @@ static ffi::Error SelfAttention(ffi::ThreadPool pool, Floats qkv, Floats keys, F
       const int64_t at = begin + t, first = first_seen(at, window);
       float* to = y + ((b * of.T + t) * of.H + h) * of.K;
       if (counts(b, t))
-        attend_to_both(of.slots(b, g, first), at + 1 - first, more, b, g, of.query(b, t, h), next, of.K,
+        attend_to_both(of.slots(b, g, first), at + 1 - first, more, b, g, of.query(b, t, h), t ? nullptr : next, of.K,
                        table ? table + (at * of.H + h) * of.S + first : nullptr, {divisor, cap}, scores, to);
       else if (clear) std::memset(to, 0, sizeof(float) * of.K);
     }
@@ -1177,8 +1192,8 @@ static ffi::Error CrossAttention(ffi::ThreadPool pool, Floats query, Floats keys
     for (int64_t t = 0; t < T; t++) {
       const int64_t at = (b * T + t) * width + h * K;
       if (counts(b, t))
-        attend(InOrder{key + own, value + own, K}, x + at, key + own + L * K, K, within(ends[b], L), K, nullptr, {divisor, cap},
-               scores, y + at);
+        attend(InOrder{key + own, value + own, K}, x + at, t ? nullptr : key + own + L * K, K, within(ends[b], L), K, nullptr,
+               {divisor, cap}, scores, y + at);
       else if (clear) std::memset(y + at, 0, sizeof(float) * K);
     }
   });
@@ -1218,7 +1233,7 @@ static ffi::Error NodeAttention(ffi::ThreadPool pool, Floats qkv, Floats keys, F
       const OnPath own{of.slots(b, g, 0), path + i * P + first, of.S - 1};
       float* to = y + (i * of.H + h) * of.K;
       if (counts(b, t))
-        attend_to_both(own, last + 1 - first, more, b, g, of.query(b, t, h), next, of.K,
+        attend_to_both(own, last + 1 - first, more, b, g, of.query(b, t, h), t ? nullptr : next, of.K,
                        table ? table + h * P + P - 1 - last + first : nullptr, {divisor, cap}, scores, to);
       else if (clear) std::memset(to, 0, sizeof(float) * of.K);
     }
