@@ -14,23 +14,29 @@ with jax.ensure_compile_time_eval():
 _END = object()
 
 
+# The package's settings by JAX's names.
+_SETTINGS: tuple[tuple[str, Any, Callable[[Any], Any]], ...] = (
+    ("jax_enable_x64", False, jax.enable_x64),  # buffers, caches and kernels are of 32 bits or less
+    ("jax_numpy_rank_promotion", "allow", jax.numpy_rank_promotion),
+    ("jax_threefry_partitionable", True, jax.threefry_partitionable),  # else keys draw other tokens
+    # Masks are infinite, and slots that nobody reads may hold anything. What is read is checked:
+    # `NonFiniteLogitsError` names input and token.
+    ("jax_debug_nans", False, jax.debug_nans),
+    ("jax_debug_infs", False, jax.debug_infs),
+)
+
+
 def use_package_settings() -> contextlib.ExitStack:
     """Enters JAX's settings for this package, in this thread.
 
     Leaving the returned context restores the process's own. Precision of products, type promotion,
     devices, `jax_disable_jit` and the checks for leaked tracers and for transfers stay as they are.
+    Only settings that differ are entered: mostly none, and outputs are many.
     """
     stack = contextlib.ExitStack()
-    for setting in (
-        jax.enable_x64(False),  # buffers, caches and kernels are of 32 bits or fewer
-        jax.numpy_rank_promotion("allow"),
-        jax.threefry_partitionable(True),  # else a key draws other tokens
-        # Masks are infinite, and slots that nobody reads may hold anything. What is read is
-        # checked: `NonFiniteLogitsError` names input and token.
-        jax.debug_nans(False),
-        jax.debug_infs(False),
-    ):
-        stack.enter_context(setting)
+    for name, value, setting in _SETTINGS:
+        if getattr(jax.config, name) != value:
+            stack.enter_context(setting(value))
     return stack
 
 

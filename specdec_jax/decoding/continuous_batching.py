@@ -2,7 +2,9 @@
 
 The loop is `advance`, which returns as soon as enough rows are done. Their outputs are taken out,
 and rows that were prefilled ahead overwrite them in place. Always the same number of inputs is
-prefilled together, so that one shape compiles.
+prefilled together, so that one shape compiles. A device runs calls in the order in which they are
+made, so the next inputs are prefilled right behind `advance`: while that runs, the host reads which
+rows are done and places others, and the device is never idle.
 
 Rows of one state share the padded length of the encoder's input (for a decoder-only target, of the
 prompt), so the inputs are divided into a few queues by length. Queues, padding and the number of
@@ -58,6 +60,18 @@ _LEAST = 4
 # Outputs that must come in order are decoded in parts of 64 times the batch size, so that they
 # appear while later parts still run.
 _WINDOW = 64
+
+
+class _Prefilled(NamedTuple):
+    """Rows that were prefilled together, of which some wait for a place.
+
+    Attributes:
+      state: the state of all of them.
+      waiting: for each that waits its row of `state` and its row of the request.
+    """
+
+    state: DecodeState
+    waiting: collections.deque[tuple[int, int]]
 
 
 class Output(NamedTuple):
@@ -301,12 +315,13 @@ def _decode_queue(
     """Yields the outputs of inputs, padded to `width`, from one state of `size` inputs."""
     rules, samples, request = plan.network.rules, plan.samples, plan.request()
     total, multiple = size * samples, row_multiple(rules)
+    part = max(1, total // _PARTS)
     ahead = min(size, -(-max(2, size // _AHEAD) // multiple) * multiple)
     shared, unfed = _inspect_leaves(plan, size, width) if total > 1 else ((), False)
     every = np.int32(STOP_EVERY if plan.stop else FOREVER)
-    queue, state, fresh = collections.deque(numbers), None, None
-    # (row of `fresh`, row of the request), and the request's row in each row of the state, or −1.
-    ready: collections.deque[tuple[int, int]] = collections.deque()
+    queue, state = collections.deque(numbers), None
+    ready: collections.deque[_Prefilled] = collections.deque()
+    # The request's row in each row of the state, or −1.
     owners, starts = np.full(total, -1), np.ones(total, np.int32)
     finished: tuple[np.ndarray, Committed] | None = None
     gathered: dict[int, dict[int, Output]] = collections.defaultdict(dict)
@@ -320,20 +335,26 @@ def _decode_queue(
             if len(gathered[number]) == samples:
                 yield number, tuple(output for _, output in sorted(gathered.pop(number).items()))
 
+    def prefill_next() -> None:
+        chosen = [queue.popleft() if queue else -1 for _ in range(ahead)]
+        rows = (np.array(chosen)[:, None] * samples + np.arange(samples)).reshape(-1)
+        waiting = collections.deque(pair for pair in enumerate(rows.tolist()) if pair[1] >= 0)
+        ready.append(_Prefilled(_start_rows(plan, chosen, width, unfed), waiting))
+
     while queue or ready or np.any(owners >= 0):
         plan = update_drafter(plan, learner)
         while (queue or ready) and np.any(owners < 0):
             if not ready:
-                chosen = [queue.popleft() if queue else -1 for _ in range(ahead)]
-                fresh = _start_rows(plan, chosen, width, unfed)
-                rows = (np.array(chosen)[:, None] * samples + np.arange(samples)).reshape(-1)
-                ready.extend((source, row) for source, row in enumerate(rows.tolist()) if row >= 0)
-                if state is None and total > 1:
-                    layers = _empty_layers(plan, size, width) if unfed else ()
-                    state = _make_done_rows(fresh, layers, total, shared, rules)
-            free = np.flatnonzero(owners < 0)[: len(ready)]
-            sources, rows = np.array([ready.popleft() for _ in free]).T
+                prefill_next()
+            fresh, waiting = ready[0]
+            if state is None and total > 1:
+                layers = _empty_layers(plan, size, width) if unfed else ()
+                state = _make_done_rows(fresh, layers, total, shared, rules)
+            free = np.flatnonzero(owners < 0)[: len(waiting)]
+            sources, rows = np.array([waiting.popleft() for _ in free]).T
             owners[free], starts[free] = rows, request.prefix_lengths[rows]
+            if not waiting:
+                ready.popleft()
             if total == 1:
                 state = fresh
                 continue
@@ -342,8 +363,11 @@ def _decode_queue(
             state = _place_rows(state, fresh, *moves, np.int32(len(free)), shared, rules)
         # `generate` looks for stop strings every `STOP_EVERY` iterations of a row. For the same
         # statistics, rows must begin at such a moment.
-        most = max(1, total // _PARTS) if (queue or ready) and not plan.stop else total
+        most = part if (queue or ready) and not plan.stop else total
         state = advance(plan.network, plan.drafter, state, every, np.int32(most))
+        # Not with a learner: the next rows are to begin with what it learns from these.
+        if queue and learner is None and sum(len(one.waiting) for one in ready) < part:
+            prefill_next()
         if finished is not None:
             yield from deliver(*finished)  # while the device is busy
         if plan.stop:

@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from specdec_jax.checkpoints import converter
 from tools.results.cases import NEW_TOKENS, load_target
 
@@ -83,3 +85,60 @@ def make_transformers(ids: list[list[int]]) -> dict[str, Callable[[], list]]:
         return found
 
     return {f"transformers {transformers.__version__}, float32, batches of 64": decode}
+
+
+def make_encoders(config: Any, folder: str) -> dict[str, Callable[[list[int]], Any]]:
+    """Returns calls of other libraries' encoders of a T5 of this shape; {} without them.
+
+    Args:
+      config: the shape.
+      folder: an empty folder for the model that CTranslate2 reads.
+    """
+    if not is_installed("transformers", "torch"):
+        return {}
+    import torch
+    import transformers
+
+    shape = transformers.T5Config(
+        vocab_size=config.vocab_size,
+        d_model=config.emb_dim,
+        d_kv=config.head_dim,
+        d_ff=config.mlp_dim,
+        num_layers=config.num_encoder_layers,
+        num_decoder_layers=1,
+        num_heads=config.num_heads,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+    )
+    model = transformers.T5ForConditionalGeneration(shape).eval()
+
+    def encode(ids: list[int]) -> Any:
+        with torch.inference_mode():
+            return model.encoder(torch.tensor([ids])).last_hidden_state.numpy()
+
+    calls: dict[str, Callable[[list[int]], Any]] = {
+        f"transformers {transformers.__version__}": encode
+    }
+    if not is_installed("ctranslate2"):
+        return calls
+    import ctranslate2
+    from ctranslate2.converters.transformers import T5Loader
+    from ctranslate2.specs import transformer_spec
+
+    spec = transformer_spec.TransformerEncoderModelSpec(T5Loader().get_model_spec(model).encoder)
+    spec.register_vocabulary([f"<{number}>" for number in range(config.vocab_size)])
+    spec.config.unk_token = "<2>"
+    spec.validate()
+    spec.optimize()
+    path = pathlib.Path(folder) / "encoder"
+    path.mkdir()
+    spec.save(str(path))
+    encoder = ctranslate2.Encoder(str(path), compute_type="float32", intra_threads=2)
+
+    def encode_by_ctranslate2(ids: list[int]) -> Any:
+        return np.array(encoder.forward_batch([ids]).last_hidden_state)
+
+    given = [7, 5, 9, 11]
+    error = np.max(np.abs(encode_by_ctranslate2(given) - encode(given)))
+    assert error < 1e-3, f"CTranslate2's encoder differs from transformers' by {error}"
+    return calls | {f"CTranslate2 {ctranslate2.__version__}": encode_by_ctranslate2}

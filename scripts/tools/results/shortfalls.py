@@ -54,6 +54,9 @@ def list_shortfalls(stages: Mapping[str, Any]) -> dict[str, str]:
         ]
         label = "" if form == "float32" else " in `w8a8`"
         add(f"a whole file, plain{label}, over CTranslate2 in {form}", files, "1.0")
+    lengths = [row for one in rows("encoders") for row in one.values() if "over_best" in row]
+    others = [row["over_best"]["median"] for row in lengths]
+    add("an encoder over the best other library's, at the worst length", others, "at most 0.8", max)
     for one in (one for one in rows("accelerator") if "draft step" in one):
         add("T5-XXL with T5-small: c of a draft step", [one["draft step"]["c"]], "0.02", max)
         short = [one["int8, call over 1"]["over_full"]]

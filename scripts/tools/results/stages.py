@@ -3,6 +3,7 @@
 from tools.results import (
     copying,
     elsewhere,
+    encoders,
     only,
     pair,
     rounding_stages,
@@ -61,6 +62,12 @@ STAGES: dict[str, Stage] = {
     ),
     "file": Stage(
         "a whole file, over float32", (5, 0.6), whole_files.measure_file, whole_files.format_file
+    ),
+    "encoders": Stage(
+        "an encoder over one input, T5 1.1 small with random weights, float32",
+        (2.5, 0.5),
+        encoders.measure_encoders,
+        encoders.format_encoders,
     ),
     "batching": Stage(
         "a whole file, over its order",

@@ -916,11 +916,12 @@ static void attend(const Place& place, const float* q, const float* next, int64_
     for (int64_t i = s; i < end; i++) {
       const float* key = place.key(i);
       if (next) {
-        // Too short a run for the processor to foresee: the next keys, and the values that are read when all scores are there.
-        const float *ahead = i < turn ? key + kSlotsAhead * apart : next + (i - turn) * apart, *value = place.value(i);
+        // Too short a run for the processor to foresee: keys and values of the slots that come next, at the end the next head's.
+        const int64_t ahead = i < turn ? kSlotsAhead * apart : next + (i - turn) * apart - key;
+        const float* value = place.value(i);
         for (int64_t k = 0; k < K; k += 16) {
-          __builtin_prefetch(ahead + k, 0, 3);
-          __builtin_prefetch(value + k, 0, 3);
+          __builtin_prefetch(key + ahead + k, 0, 3);
+          __builtin_prefetch(value + ahead + k, 0, 3);
         }
       }
       Vec sums = {};
@@ -987,7 +988,7 @@ struct Live {
 // f(row, head) for all of them; `each`: multiplications of one.
 template <typename Do>
 static void for_heads(ffi::ThreadPool& pool, int64_t B, int64_t H, int64_t each, const Do& f) {
-  in_parallel(pool, B * H, 1 + (1 << 14) / (each + 1), B * H * each / (1 << 15), [=](int64_t first, int64_t last) {
+  in_parallel(pool, B * H, 1 + (1 << 16) / (each + 1), B * H * each / (1 << 15), [=](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) f(i / H, i % H);
   });
 }
