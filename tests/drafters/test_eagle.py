@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiers
-from eagle_models import V, eagle, model, reader, target
-from toy_models import tiny_t5
+from distribution_samples import FALSE_ALARM, ROWS, SPREAD, g_test, joint_distribution, sample
+from eagle_models import V, eagle, model, random_eagle, reader, target
+from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.decoding.generate import advance, prepare
@@ -147,10 +148,24 @@ def test_samples_and_refilled_rows(way):
     expected = decode(None, **plain)
     rows = dict(decode(eagle(0.3), sd.decode_stream, batch_size=2, **options | verifier))
     for number in range(B):
-        for sample in range(2):
-            row = number * 2 + sample
+        for which in range(2):
+            row = number * 2 + which
             tokens = expected.tokens[row, : expected.lengths[row]].tolist()
-            assert rows[number][sample].tokens == tokens, (number, sample)
+            assert rows[number][which].tokens == tokens, (number, which)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["chain", "tree"])
+def test_distribution_through_the_engine(way):
+    """The joint distribution of three tokens is the target's."""
+    target = noisy_copy(tiny_t5(0, 16, emb_dim=24), 2.0)
+    drafter = random_eagle(target, noisy_copy(target, 0.1, 1))
+    options = WAYS[way] | (dict(gamma="auto", verifier="block") if way == "tree" else {})
+    counts, (examined, accepted) = sample(target, drafter, SPREAD, 2 * ROWS, **options)
+    assert g_test(counts, joint_distribution(target, SPREAD)) > FALSE_ALARM
+    wrong = joint_distribution(noisy_copy(target, 0.1, 1), SPREAD)
+    assert g_test(counts, wrong) < FALSE_ALARM, "the test can fail"
+    assert 0.02 < accepted.sum() / examined.sum() < 0.98
 
 
 # --- Beside other drafters ---

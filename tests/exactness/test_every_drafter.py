@@ -1,10 +1,11 @@
-"""Every drafter under every exact verifier: argmax and sampling distributions in one batch.
+"""Every drafter under every exact verifier, and in a job that is interrupted.
 
 Rows at temperature 0 must be plain decoding's, token for token; with Gumbel coupling all rows must.
 Whether sampled rows have the target's distribution is a matter of statistics and of enumeration,
 which each drafter's own file has.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -118,6 +119,55 @@ def test_every_drafter_under_every_verifier(name, verifier):
     assert np.all(result.lengths > 0) and np.all((result.tokens >= 0) & (result.tokens < V))
     assert result.stats.drafted > 0, "or nothing was verified"
     assert result.stats.target_calls <= int(result.lengths.sum()) + len(INPUTS)
+
+
+def look_ahead() -> sd.LookaheadDecoding:
+    return sd.LookaheadDecoding(3, 3, 2)
+
+
+JOB = dict(
+    batch_size=3,
+    num_samples=2,
+    max_new_tokens=[LIMIT, 4, 7, LIMIT] * 2,
+    decoder_prefix=PREFIXES * 2,
+    eos_ids=(1, 8),
+    sampling=sd.SamplingConfig(temperature=0.9),
+    key=jax.random.key(7),
+)
+
+
+def run_job(drafter, **options) -> dict:
+    """Returns each output's tokens and number of accepted ones; the job is interrupted twice."""
+    found: dict = {}
+    for stop in (2, 5, 8):
+        stream = sd.decode_stream(
+            target(), INPUTS * 2, skip=tuple(found), drafter=drafter, **JOB | options
+        )
+        for number, rows in stream:
+            found[number] = [(row.tokens, row.stats.accepted) for row in rows]
+            if len(found) >= stop:
+                break
+    return found
+
+
+@functools.cache
+def plain_job() -> dict:
+    return run_job(None, verifier="gumbel")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*DRAFTERS, "look-ahead"])
+def test_every_drafter_in_a_job_that_is_interrupted(name):
+    """Several samples of each input, refilled rows, prefixes: all are plain decoding's."""
+    drafter, options = (DRAFTERS | {"look-ahead": look_ahead})[name](), dict(gamma=GAMMA)
+    options |= dict(verifier="gumbel")
+    if name == "look-ahead":
+        options = dict(tree=dataclasses.replace(drafter.tree, verifier="gumbel"))
+    found, expected = run_job(drafter, **options), plain_job()
+    assert found.keys() == expected.keys()
+    for number, rows in expected.items():
+        assert [tokens for tokens, _ in found[number]] == [tokens for tokens, _ in rows], number
+    assert sum(accepted for rows in found.values() for _, accepted in rows) > 0
 
 
 def test_the_table_has_every_drafter():
