@@ -543,8 +543,11 @@ class DecoderOnly(FamilyModule):
     def __call__(
         self, tokens: Tokens, places: Places = None, deterministic: bool = True
     ) -> LogitsAt:
-        states = self.decoder(self.embed(tokens), deterministic=deterministic)
-        return self.head_at(states, places)
+        return self.head_at(self.states(tokens, deterministic), places)
+
+    def states(self, tokens: Tokens, deterministic: bool = True) -> States:
+        """Returns teacher-forced states, which `head` takes."""
+        return self.decoder(self.embed(tokens), deterministic=deterministic)
 
 
 class EncoderDecoder(DecoderOnly):
@@ -591,7 +594,7 @@ class EncoderDecoder(DecoderOnly):
         """Returns teacher-forced logits."""
         return self.head(self.states(inputs, mask, decoder_tokens, deterministic, encoded))
 
-    def states(
+    def states(  # type: ignore[override]
         self,
         inputs: Inputs,
         mask: Mask,
