@@ -151,9 +151,9 @@ def _sum_by_depth(
     states = run_target("states", *inputs, tokens, *more)
     soft = run_target("head", states)
     # A decoder-only model has inputs without a token.
-    read = inputs or [tokens[:, :0], tokens[:, :0] >= 0]
+    fed, mask = inputs or (tokens[:, :0], tokens[:, :0] >= 0)
     found, offsets = [], jnp.arange(targets.shape[1])
-    for depth, own in enumerate(_unroll(params, *read, tokens, encoded, states, objective)):
+    for depth, own in enumerate(_unroll(params, fed, mask, tokens, encoded, states, objective)):
         logits = objective.model.apply({"params": params["model"]}, own, method="head")
         there = jnp.where(offsets >= depth, targets, -1)
         metrics = losses.sum_metrics(logits, soft, there, objective)
