@@ -49,7 +49,7 @@ def read_table():
 
 
 def make_t5(folder):
-    vocabulary = SentencePieceVocabulary.train(TEXTS * 3, 32)
+    vocabulary = SentencePieceVocabulary.train(TEXTS * 3, 28)
     return sd.T5Config(64, 16, 2, 8, 2, 2, 24), vocabulary, dict(eos_ids=(1,))
 
 
