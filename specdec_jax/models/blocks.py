@@ -403,6 +403,8 @@ class Decoder(nn.Module):
             x = pad(x, 1, padding).reshape(-1, width)
             valid = None if valid is None or padding else valid.reshape(-1)
         call = DecoderCall(positions, mask, valid, nodes, count)
+        # Nodes may lie alike in all rows.
+        places = jnp.broadcast_to(places, (batch, count))
         calls = self._spread_call(call, places, written[0].slots)
         cross = cache.cross or [None] * len(self.layers)
         spread = self._spread_biases(biases)
