@@ -210,8 +210,8 @@ def stream(pair):
 def learn_while_decoding(pair):
     learner = sd.OnlineDistillation(pair.target, sd.ModelDrafter(pair.drafter), share_of_time=1.0)
     given = dict(batch_size=4, max_new_tokens=8)
-    expected = dict(sd.decode_stream(pair.target, TEXTS * 12, **given))
-    found = dict(sd.decode_stream(pair.target, TEXTS * 12, learner=learner, gamma=2, **given))
+    expected = dict(sd.decode_stream(pair.target, TEXTS * 16, **given))
+    found = dict(sd.decode_stream(pair.target, TEXTS * 16, learner=learner, gamma=2, **given))
     assert all(found[i][0].tokens == expected[i][0].tokens for i in expected)
     assert learner.updates and not learner.ended
 
