@@ -287,14 +287,14 @@ def distil_a_drafter(pair):
 
 def run_commands(pair):
     given = [f"--{name}={path}" for name, path in pair.paths.items()]
-    given += ["--dtype=float32", "--max_new_tokens=6", "--gamma=2"]
+    given += ["--dtype=float32", "--max_new_tokens=6"]
     lines = f"--input_file={pair.folder / 'lines.txt'}"
     for command, *more in (
-        ("generate", "--num_beams=2", TEXTS[0]),
-        ("demo", TEXTS[0]),
-        ("benchmark", lines, "--repeats=2", "--tree=widths:2,1"),
+        ("generate", "--num_beams=2", "--gamma=2", TEXTS[0]),
+        ("demo", "--gamma=2", TEXTS[0]),
+        ("benchmark", lines, "--gamma=2", "--repeats=2", "--tree=widths:2,1"),
         ("measure", lines),
-        ("tune", lines, f"--config={pair.folder / 'tuned.gin'}"),
+        ("tune", lines, "--gamma=1,2", f"--config={pair.folder / 'tuned.gin'}"),
     ):
         assert main.main([command, *given, *more]) == 0
     table, target = f"{pair.folder / 'table.npz'}", given[0]
