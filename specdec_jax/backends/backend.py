@@ -159,7 +159,7 @@ class Backend:
         if bias is not None:
             bias = bias[None, :, len(places) - 1 - back]
         if heads.window is not None:
-            seen &= (back < heads.window) & (back >= -heads.ahead)
+            seen = seen & (back < heads.window) & (back >= -heads.ahead)
         return xla.attend_to_sequence(qkv, seen, bias, heads)
 
     def pairs_are_free(self, cache: Any) -> bool:

@@ -33,6 +33,7 @@ _READER_OF = {kind: reader for reader in _READERS for kind in reader.ARCHITECTUR
 # By the name of our family.
 WRITERS: dict[str, Any] = {
     "t5": huggingface_t5,
+    "gpt": huggingface_gpt,
     "gemma": huggingface_gemma,
     "t5gemma": huggingface_gemma,
 }
@@ -184,7 +185,8 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, repor
         "pad_token_id": huggingface_folders.choose_pad_id(checkpoint.vocabulary),
     }
     ids |= {name: checkpoint.start_token for name in writer.START}
-    files = huggingface_folders.make_files(checkpoint.vocabulary)
+    prompts = checkpoint.config.decoder_only
+    files = huggingface_folders.make_files(checkpoint.vocabulary, prompts)
     files["config.json"] = options = writer.make_options(checkpoint.config, dtype) | ids
     for part in _PARTS:
         if part in options:

@@ -1,10 +1,12 @@
-"""Hugging Face's GPT-2: config.json and the names of tensors; read only."""
+"""Hugging Face's GPT-2: config.json and the names of tensors."""
 
 import re
+from typing import Any
 
 from specdec_jax.checkpoints.huggingface_config import check_fixed, choose_value, read_fields
 from specdec_jax.checkpoints.stored_tensor import Parameters
 from specdec_jax.files.places import AnyPath
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models.config_validation import build
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.parameters import parameter_shapes
@@ -61,6 +63,27 @@ def _read_config(folder: AnyPath, options: dict) -> GPTConfig:
     return build(GPTConfig, fields, path, _FIELDS)
 
 
+def make_options(config: GPTConfig, dtype: str) -> dict[str, Any]:
+    """Returns the contents of a config.json for `config`: the inverse of what `open_model` reads.
+
+    Raises:
+      ValueError: Hugging Face has no such model.
+    """
+    names = [name for name, known in _ACTIVATIONS.items() if known == config.mlp_activation]
+    if not names:
+        expected = f"one of {', '.join(_ACTIVATIONS.values())}"
+        got = f"'huggingface' for the activation {config.mlp_activation!r}"
+        raise mismatch_error("format", got, expected)
+    return {
+        "model_type": "gpt2",
+        "architectures": [ARCHITECTURES["gpt2"][0]],
+        "torch_dtype": dtype,
+        **{theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()},
+        "activation_function": names[0],
+        **_FIXED,
+    }
+
+
 _HEAD = "decoder/logits_dense/kernel"
 _PLACES = {
     "token_embedder": "wte",
@@ -90,6 +113,16 @@ def tensor_name(name: str) -> str:
         return f"{_PLACES[place]}.{last}"
     _, layer, place = place.split("/", 2)
     return f"h.{layer.removeprefix('layers_')}.{_PLACES[place]}.{last}"
+
+
+def rename_parameters(parameters: Parameters) -> Parameters:
+    """Returns our parameters as Hugging Face's tensors, by their names."""
+    renamed = {}
+    for name, tensor in parameters.items():
+        head = name == _HEAD
+        theirs = tensor_name(name) if head else f"transformer.{tensor_name(name)}"
+        renamed[theirs] = tensor.transposed() if head else tensor
+    return renamed
 
 
 def _rename_tensors(given: Parameters, config: GPTConfig, folder: AnyPath) -> Parameters:

@@ -6,6 +6,7 @@ folder lies on this machine both do nothing.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -65,8 +66,8 @@ class Mirror:
         replaced = {_name_unit(name) for name in changed if "/" in name and name in self._copied}
         if replaced:
             self._write([name for name in self._copied if _name_unit(name) not in replaced])
-        for name in sorted(changed, key=_order):
-            (self._remote / name).upload(self.path / name)
+        for _, alike in itertools.groupby(sorted(sorted(changed), key=_order), _order):
+            self._remote.upload_files(self.path, alike)
         gone, self._copied = self._copied.keys() - found.keys(), found
         self._write(found)
         for name in sorted(gone):
@@ -121,9 +122,9 @@ def _name_unit(name: str) -> str:
     return f"{first}/{rest[0]}" if len(rest) > 1 and rest[0].isdecimal() else first
 
 
-def _order(name: str) -> tuple[bool, bool, str]:
-    """Returns by what files are copied one after the other: what makes a folder whole last."""
-    return "/" not in name, pathlib.PurePosixPath(name).name in writing.MARKS, name
+def _order(name: str) -> tuple[bool, bool]:
+    """Returns by what files are copied in turn: what makes a folder whole comes last."""
+    return "/" not in name, pathlib.PurePosixPath(name).name in writing.MARKS
 
 
 _open: dict[str, Mirror] = {}  # by the URL, those of the blocks of `open_folder` that are running

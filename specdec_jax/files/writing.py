@@ -7,6 +7,7 @@ run.
 """
 
 import contextlib
+import itertools
 import os
 import pathlib
 import re
@@ -128,9 +129,13 @@ def _replace_remote(new: pathlib.Path, remote: RemotePath) -> None:
     before = remote.list_files() if remote.exists() else []
     for name, _ in sorted(before, key=lambda file: pathlib.PurePath(file[0]).name not in MARKS):
         (remote / name).unlink()
-    files = [path.relative_to(new) for path in new.rglob("*") if path.is_file()]
-    for path in sorted(files, key=lambda path: (path.name in MARKS, len(path.parts) == 1, path)):
-        (remote / path).upload(new / path)
+    files = sorted(path.relative_to(new) for path in new.rglob("*") if path.is_file())
+
+    def order(path: pathlib.Path) -> tuple[bool, bool]:
+        return path.name in MARKS, len(path.parts) == 1
+
+    for _, alike in itertools.groupby(sorted(files, key=order), order):
+        remote.upload_files(new, map(pathlib.Path.as_posix, alike))
 
 
 def is_pass_through(path: PathLike) -> bool:

@@ -403,6 +403,8 @@ class Decoder(nn.Module):
             x = pad(x, 1, padding).reshape(-1, width)
             valid = None if valid is None or padding else valid.reshape(-1)
         call = DecoderCall(positions, mask, valid, nodes, count)
+        # Nodes may lie alike in all rows.
+        places = jnp.broadcast_to(places, (batch, count))
         calls = self._spread_call(call, places, written[0].slots)
         cross = cache.cross or [None] * len(self.layers)
         spread = self._spread_biases(biases)
@@ -543,8 +545,11 @@ class DecoderOnly(FamilyModule):
     def __call__(
         self, tokens: Tokens, places: Places = None, deterministic: bool = True
     ) -> LogitsAt:
-        states = self.decoder(self.embed(tokens), deterministic=deterministic)
-        return self.head_at(states, places)
+        return self.head_at(self.states(tokens, deterministic), places)
+
+    def states(self, tokens: Tokens, deterministic: bool = True) -> States:
+        """Returns teacher-forced states, which `head` takes."""
+        return self.decoder(self.embed(tokens), deterministic=deterministic)
 
 
 class EncoderDecoder(DecoderOnly):
@@ -591,7 +596,7 @@ class EncoderDecoder(DecoderOnly):
         """Returns teacher-forced logits."""
         return self.head(self.states(inputs, mask, decoder_tokens, deterministic, encoded))
 
-    def states(
+    def states(  # type: ignore[override]
         self,
         inputs: Inputs,
         mask: Mask,

@@ -204,7 +204,8 @@ class FamilyModule(nn.Module):
 
     A subclass has the fields `config` and `backend`, and defines `prefill`, `decode_states` and
     `head`. One with an encoder also has `encode`, the teacher-forced `states`, `__call__` and
-    `dummy_inputs`, as `blocks.EncoderDecoder` has them.
+    `dummy_inputs`, as `blocks.EncoderDecoder` has them. Training on its states needs `states` of
+    one without an encoder too.
     """
 
     def dummy_inputs(self) -> tuple:

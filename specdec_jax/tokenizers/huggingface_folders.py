@@ -236,11 +236,12 @@ def _check_added(folder: AnyPath, added: dict[str, int | None], vocabulary: Voca
             raise mismatch_error(path, got, "only sentinels <extra_id_0> … or a tokenizer.json")
 
 
-def make_files(vocabulary: Vocabulary | None) -> dict[str, Any]:
+def make_files(vocabulary: Vocabulary | None, prompts: bool = False) -> dict[str, Any]:
     """Returns the files from which `open_folder` makes the same vocabulary.
 
     Special tokens are named only if the vocabulary has them: transformers would give any other an
-    id of its own, past the model's embedding. Padding is EOS where there is no piece for it.
+    id of its own, past the model's embedding. Padding is EOS where there is no piece for it. Texts
+    are `prompts` of a decoder-only model, or inputs of an encoder.
 
     Returns:
       By name, the bytes of a file or the contents of a JSON file.
@@ -254,14 +255,15 @@ def make_files(vocabulary: Vocabulary | None) -> dict[str, Any]:
     options: dict[str, Any] = {name: vocabulary.piece(i) for name, i in ids.items()}
     if isinstance(vocabulary, vocabularies.TokenizerJsonVocabulary):
         options["tokenizer_class"] = "PreTrainedTokenizerFast"
-        if vocabulary.frame is None:  # transformers puts no EOS after an input by itself
+        if vocabulary.frame is None and not prompts:
+            # transformers puts no EOS after an input by itself.
             vocabulary = copy.copy(vocabulary)
             vocabulary.reframe([], [vocabulary.piece(vocabulary.eos_ids[0])])
         return {"tokenizer.json": vocabulary.text.encode("utf-8"), "tokenizer_config.json": options}
-    if not isinstance(
-        vocabulary, vocabularies.SentencePieceVocabulary | vocabularies.ByteVocabulary
-    ):
-        expected = "one that Hugging Face has files for"
+    kinds = vocabularies.SentencePieceVocabulary | vocabularies.ByteVocabulary
+    if prompts or not isinstance(vocabulary, kinds):
+        # transformers' classes for these put an EOS after every text.
+        expected = "a tokenizer.json" if prompts else "one that Hugging Face has files for"
         raise ValueError(f"vocabulary: got {type(vocabulary).__name__}, expected {expected}")
     options["extra_ids"] = vocabulary.extra_ids
     options["additional_special_tokens"] = [f"<extra_id_{i}>" for i in range(vocabulary.extra_ids)]

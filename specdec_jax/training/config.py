@@ -85,6 +85,11 @@ class ExamplesConfig(RunConfig):
     target_buckets: tuple[int, ...] = make_option(
         (), "padded lengths of the targets, if they are not as long as the sources (default: alike)"
     )
+    sequence_length: int | None = make_option(
+        None,
+        "of a decoder-only model, and required there: tokens of the blocks into which text is cut,"
+        " in the place of the buckets",
+    )
     label_smoothing: float = make_option(0.1, "probability that is spread over the vocabulary")
 
     def __post_init__(self) -> None:
@@ -159,8 +164,6 @@ class TrainConfig(ExamplesConfig, TeacherConfig):
         vocabulary of the teacher, else of initialise_from, else vocabulary.model in output_dir,
         which is trained on the train files)
       vocabulary_size: ids: the vocabulary's tokens, and the sentinels of the model it comes from
-      sequence_length: of a decoder-only model, and required there: tokens of the blocks into which
-        text is cut, in the place of the buckets
 
     Raises:
       ValueError: a setting outside its range, or settings that contradict each other.
@@ -170,7 +173,6 @@ class TrainConfig(ExamplesConfig, TeacherConfig):
     initialise_from: str | None = None
     vocabulary: str = ""
     vocabulary_size: int = 6144
-    sequence_length: int | None = None
     teacher: str | None = make_option(None, "model of the same kind to distil from")
 
     def __post_init__(self) -> None:
@@ -218,7 +220,8 @@ class TrainConfig(ExamplesConfig, TeacherConfig):
     def _check_lengths(self) -> None:
         length, positions = self.sequence_length, self.model.max_positions
         if not self.model.decoder_only:
-            return self.expect("sequence_length", length is None, "None: the model is a T5")
+            expected = "None: the model has an encoder"
+            return self.expect("sequence_length", length is None, expected)
         most = self.batch_tokens if positions is None else min(positions, self.batch_tokens)
         limits = f"model.num_positions = {positions} and batch_tokens = {self.batch_tokens}"
         expected = f"a number from 1 to the smaller of {limits}"

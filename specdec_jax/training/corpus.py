@@ -17,6 +17,8 @@ from specdec_jax.training import text_files
 from specdec_jax.training.batches import BucketedBatches, Example
 
 Paths = Sequence[AnyPath]
+# What files are called in messages where their kind is not known yet.
+ANY_FILES = "a TSV file, or a text file for a decoder-only model"
 
 # SentencePiece skips lines of more than 4,192 bytes: longer ones are cut, between words if
 # possible.

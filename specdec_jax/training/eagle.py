@@ -23,13 +23,12 @@ from specdec_jax.files import mirrors
 from specdec_jax.files.progress import print_line
 from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.eagle import EagleConfig, StateProjections, init_projections
-from specdec_jax.models.family import ModelConfig, check_encoder, check_uses_backend
+from specdec_jax.models.family import ModelConfig, check_uses_backend
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import check_model
-from specdec_jax.training import losses, optimizer, train
+from specdec_jax.training import corpus, losses, optimizer, train
 from specdec_jax.training.batches import Batch
 from specdec_jax.training.config import ExamplesConfig, TrainConfig
-from specdec_jax.training.corpus import Pairs
 from specdec_jax.training.losses import Metrics, TeacherAgreement, TrainState
 from specdec_jax.training.run_folder import Checkpoints, record_target
 from specdec_jax.training.run_vocabulary import RunVocabulary
@@ -139,18 +138,20 @@ def _sum_by_depth(
 
     A draft may begin at any position, so that of depth i the first i − 1 positions do not count.
     """
-    (inputs, targets), teacher = batch, objective.teacher
+    (_, targets), teacher = batch, objective.teacher
     assert teacher is not None
-    fed, mask = losses.replace_padding(inputs), inputs >= 0
-    tokens = losses.shift_right(targets, objective.start_token)
+    *inputs, tokens = losses.list_arguments(batch, objective)
 
     def run_target(method: str, *given: Any) -> Any:
         found = teacher.apply({"params": target_params}, *given, method=method)
         return jax.lax.stop_gradient(found)
 
-    encoded = run_target("encode", fed, mask)
-    states = run_target("states", fed, mask, tokens, True, encoded)
+    encoded = run_target("encode", *inputs) if inputs else None
+    more = (True, encoded) if inputs else ()
+    states = run_target("states", *inputs, tokens, *more)
     soft = run_target("head", states)
+    # A decoder-only model has inputs without a token.
+    fed, mask = inputs or (tokens[:, :0], tokens[:, :0] >= 0)
     found, offsets = [], jnp.arange(targets.shape[1])
     for depth, own in enumerate(_unroll(params, fed, mask, tokens, encoded, states, objective)):
         logits = objective.model.apply({"params": params["model"]}, own, method="head")
@@ -165,7 +166,7 @@ def _unroll(
     inputs: Array,
     mask: Array,
     tokens: Array,
-    encoded: Float[Array, "B L E"],
+    encoded: Float[Array, "B L E"] | None,
     states: Float[Array, "B T D"],
     objective: EagleObjective,
 ) -> list[Float[Array, "B T d"]]:
@@ -216,7 +217,6 @@ class EagleRun(train.Run):
         saved: Checkpoints,
     ):
         config = settings.model_config(train.check_target(target.config))
-        check_encoder("drafter", drafter.config)
         for name, shape in (("target", target.config), ("drafter", drafter.config)):
             train.check_lengths(config, name, shape)
         check_uses_backend(drafter.config, "a drafter that reads the target's states")
@@ -290,7 +290,7 @@ def fit(settings: EagleTrainConfig, on_start: Callable[[], object] = lambda: Non
 
     The folder `output_dir/eagle` is what `EagleDrafter.load` takes.
     """
-    train.check_files(settings, Pairs.files)
+    train.check_files(settings, corpus.ANY_FILES)
     target = loader.load(settings.target, settings.dtype, quantize="none")
     drafter = loader.load(settings.drafter, "float32", quantize="none")
     check_model(target, drafter)

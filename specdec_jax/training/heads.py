@@ -24,10 +24,9 @@ from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_weig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.models.t5 import T5Config
-from specdec_jax.training import losses, optimizer, train
+from specdec_jax.training import corpus, losses, optimizer, train
 from specdec_jax.training.batches import Batch
 from specdec_jax.training.config import ExamplesConfig, TrainConfig
-from specdec_jax.training.corpus import Pairs
 from specdec_jax.training.losses import Metrics, TrainState
 from specdec_jax.training.run_folder import Checkpoints, record_target
 from specdec_jax.training.run_vocabulary import RunVocabulary
@@ -129,12 +128,10 @@ def heads_loss(
     head i predicts token t + 1 + i. `params` are {"heads": …}, and {"target": …} if the target is
     trained; else `target_params` are its parameters. Nothing is dropped.
     """
-    inputs, targets = batch
+    _, targets = batch
     trained = params["target"] if target_params is None else target_params
-    target = Network(trained, objective.model)
-    fed = losses.replace_padding(inputs), inputs >= 0
-    before = losses.shift_right(targets, objective.start_token)
-    states = objective.model.apply({"params": target.params}, *fed, before, method="states")
+    target, fed = Network(trained, objective.model), losses.list_arguments(batch, objective)
+    states = objective.model.apply({"params": target.params}, *fed, method="states")
     heads = HeadsNetwork(params["heads"], target, objective.heads)
     logits = heads.logits(states.reshape(-1, states.shape[-1]))
     logits = logits.reshape(*targets.shape, -1, target.vocab_size)
@@ -245,7 +242,7 @@ def _label_owners(params: dict) -> dict:
 @isolated
 def fit(settings: HeadsTrainConfig, on_start: Callable[[], object] = lambda: None) -> dict:
     """Trains heads and writes them, or resumes, as `train.fit` does, with its result and errors."""
-    train.check_files(settings, Pairs.files)
+    train.check_files(settings, corpus.ANY_FILES)
     dtype = "float32" if settings.trains_backbone else settings.dtype
     target = loader.load(settings.target, dtype)
     RunVocabulary.from_model(target, "target")  # rejected before there is a folder

@@ -133,6 +133,19 @@ def hide_tokens(targets: Array, masks: int, key: Array | None) -> tuple[Array, A
     return places > cut, jnp.where(places <= cut + masks, targets, PADDING)
 
 
+def list_arguments(batch: Batch, objective: Objective) -> tuple[Array, ...]:
+    """Returns what a network is fed to predict the targets of a batch.
+
+    The inputs, True at their tokens, and for each target the token before it; of a decoder-only
+    model, whose inputs are these, the inputs alone.
+    """
+    inputs, targets = batch
+    fed = replace_padding(inputs)
+    if objective.model.config.decoder_only:
+        return (fed,)
+    return fed, inputs >= 0, shift_right(targets, objective.start_token)
+
+
 def _compute_logits(
     params: dict,
     batch: Batch,
@@ -145,17 +158,14 @@ def _compute_logits(
 
     Where `hidden [B, T]` the student is fed a mask; the teacher always sees the prefix.
     """
-    (inputs, targets), teacher = batch, objective.teacher
-    config, variables = objective.model.config, {"params": teacher_params}
-    arguments: tuple[Array, ...] = (replace_padding(inputs),)
+    teacher, config = objective.teacher, objective.model.config
+    variables, arguments = {"params": teacher_params}, list_arguments(batch, objective)
     student_options, teacher_options = {}, {}
     if not config.decoder_only:
         encoded = None
-        arguments += (inputs >= 0,)
         if teacher is not None:
-            encoded = teacher.apply(variables, *arguments, method="encode")
+            encoded = teacher.apply(variables, *arguments[:2], method="encode")
             encoded = jax.lax.stop_gradient(encoded)
-        arguments += (shift_right(targets, objective.start_token),)
         student_options = {"encoded": encoded if config.encoder_dim is not None else None}
         teacher_options = {"encoded": encoded}
     student_options |= {"deterministic": dropout_key is None}

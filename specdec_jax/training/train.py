@@ -22,7 +22,7 @@ from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import lock_folder
 from specdec_jax.models.families import build_config
-from specdec_jax.models.family import ModelConfig, check_encoder, check_uses_backend
+from specdec_jax.models.family import ModelConfig, check_uses_backend
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import initial_params
 from specdec_jax.training import corpus, losses, run_folder
@@ -479,7 +479,6 @@ def check_lengths(config: TrainConfig, name: str, shape: ModelConfig) -> None:
 
 def check_target(shape: ModelConfig) -> ModelConfig:
     """Returns the shape of a target whose states a run reads; raises ValueError for another."""
-    check_encoder("target", shape)
     check_uses_backend(shape, "training on its states")
     if shape.encoder_dim is not None:
         got = "a model that reads another's encoder output"

@@ -390,7 +390,10 @@ def test_shared_heads_over_an_encoders_output():
         close(found[b, t].reshape(4, -1)[h], attended_capped(one, keys, values))
 
 
-@tiers.parametrize("L, window, ahead", [(21, 4, 2), (21, 1, 0), (300, 90, 40)], first=2)
+WINDOWS = [(21, 4, 2), (21, 1, 0), (300, 90, 40), (700, 20, 5)]
+
+
+@tiers.parametrize("L, window, ahead", WINDOWS, first=2)
 def test_shared_heads_and_windows_of_an_encoder(L, window, ahead):
     H, G, K, lengths = 4, 2, 20, np.array([L, 13, 1], np.int32)
     qkv, scoring = normal(3, L, H + 2 * G, K), Scoring(np.float32(3), OWN["cap"], window, ahead)

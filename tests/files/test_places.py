@@ -1,9 +1,11 @@
 """Paths with a scheme lead into stores, all others to this machine."""
 
+import asyncio
 import gzip
 import pathlib
 import sys
 
+import fsspec.asyn
 import numpy as np
 import pytest
 import stores
@@ -247,3 +249,46 @@ def test_a_folder_replaces_one_whose_mark_goes_first_and_comes_last(tmp_path, mo
 
 def deny(folder):
     raise ValueError("not here")
+
+
+class AsynchronousStore(fsspec.asyn.AsyncFileSystem):
+    """A store that takes a while to write a file, and counts how many it writes at a time."""
+
+    protocol = "asynchronous"
+    cachable = False
+    running, most, written = 0, 0, []
+
+    async def _put_file(self, lpath, rpath, **options):
+        kind = type(self)
+        kind.running += 1
+        kind.most = max(kind.most, kind.running)
+        await asyncio.sleep(0.01)
+        if not pathlib.Path(lpath).read_text():
+            raise PermissionError("403")
+        kind.running -= 1
+        kind.written.append(rpath)
+
+    async def _makedirs(self, path, exist_ok=False):
+        pass
+
+    async def _info(self, path, **options):
+        raise FileNotFoundError(path)
+
+    async def _ls(self, path, detail=True, **options):
+        raise FileNotFoundError(path)
+
+
+fsspec.register_implementation("asynchronous", AsynchronousStore, clobber=True)
+
+
+def test_a_folder_is_copied_by_several_files_at_a_time(tmp_path):
+    with writing.open_new_folder("asynchronous://s/model", lambda path: None) as folder:
+        for i in range(20):
+            (folder / f"part{i}").write_text("x")
+        (folder / "config.json").write_text("{}")
+    assert AsynchronousStore.most == 8 and len(AsynchronousStore.written) == 21
+    assert AsynchronousStore.written[-1].endswith("model/config.json")
+    (tmp_path / "a").write_text("a")
+    (tmp_path / "b").write_text("")
+    with pytest.raises(OSError, match="asynchronous://s: got PermissionError: 403, expected a pl"):
+        make_path("asynchronous://s").upload_files(tmp_path, ["a", "b"])

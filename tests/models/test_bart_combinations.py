@@ -1,4 +1,4 @@
-"""What works with BART-like models: the rows of the table on the page of models.
+"""What works with BART-like models of every kind.
 
 Each way of decoding gives plain decoding's tokens, on the small models that transformers made.
 """

@@ -26,6 +26,7 @@ from specdec_jax.decoding.generate import prepare
 from specdec_jax.models import parameters, t5
 from specdec_jax.models.gpt import GPT_PRESETS
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -159,6 +160,55 @@ def test_a_head_of_its_own(tmp_path):
     )
     states = jax.jit(apply)({"params": model.network.params}, tokens)
     np.testing.assert_allclose(model.logits(None, tokens), np.asarray(states) @ head.T, atol=1e-3)
+
+
+def export(folder, **fields):
+    """Writes the golden model with other fields to Hugging Face's format, and returns its path."""
+    model = golden()
+    config = model.config.replace(**fields)
+    ids = dict(start_token=model.start_token, eos_ids=model.eos_ids)
+    params = sd.LanguageModel.random(config, 0).params if fields else model.params
+    made = sd.LanguageModel(config, params, model.vocabulary, **ids)
+    sd.save(made, folder, format="huggingface", say=lambda line: None)
+    return made, folder
+
+
+@pytest.mark.parametrize("fields", [{}, dict(logits_via_embedding=False, mlp_activation="silu")])
+def test_what_is_exported_is_loaded_again(fields, tmp_path):
+    model, folder = export(tmp_path / "hf", **fields)
+    again = loader.load(folder, "float32")
+    assert again.config == model.config and again.fingerprint == model.fingerprint
+    assert (again.start_token, again.eos_ids) == (model.start_token, model.eos_ids)
+    assert again.vocabulary.encode_prompt("a") == model.vocabulary.encode_prompt("a")
+
+
+def test_what_cannot_be_exported_is_rejected(tmp_path):
+    message = "format: got 'huggingface' for the activation 'gelu_exact', expected one of gelu"
+    with pytest.raises(ValueError, match=message):
+        export(tmp_path / "hf", mlp_activation="gelu_exact")
+    vocabulary = SentencePieceVocabulary.train(["a b c", "b c d"] * 3, 10)
+    model = sd.LanguageModel.random(TINY, 0, vocabulary, eos_ids=(1,))
+    message = "vocabulary: got SentencePieceVocabulary, expected a tokenizer.json"
+    with pytest.raises(ValueError, match=message):
+        sd.save(model, tmp_path / "hf", format="huggingface")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.slow
+def test_transformers_reads_what_is_exported(tmp_path):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    model, folder = export(tmp_path / "hf")
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    theirs, info = read(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values())
+    tokens = IO["decoder_tokens"]
+    with torch.no_grad():
+        found = theirs.eval()(torch.tensor(tokens).long()).logits
+    np.testing.assert_allclose(model.logits(None, tokens), found, rtol=1e-4, atol=1e-5)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "The museum was founded in"
+    assert tokenizer(text).input_ids == model.vocabulary.encode_prompt(text)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from golden_languages import make_model, read_records
 import specdec_jax as sd
 from specdec_jax.models.bart import BartConfig
 from specdec_jax.training import eagle, heads, train
+from specdec_jax.training.run_vocabulary import RunVocabulary
 
 pytestmark = pytest.mark.usefixtures("quick")
 LINES = [line for line in read_records()["lines"][11:] if len(line) < 60][:16]
@@ -119,6 +120,18 @@ def test_a_drafter_learns_while_a_bart_decodes(own_encoder):
     assert all(0 <= one.right <= one.tokens for one in learner.agreements)
 
 
+def test_a_texts_language_comes_before_it_where_a_file_has_no_ids(tmp_path):
+    target = make_model("m2m_100", tmp_path / "files")
+    (tmp_path / "pairs.tsv").write_text("Tom is here.\tTom ist hier.\n")
+    files = dict(train_files="pairs.tsv", validation_files="pairs.tsv", data_dir=str(tmp_path))
+    files |= dict(source_language="fr", target_language="de", output_dir="run", target="target")
+    config = heads.HeadsTrainConfig(**RUN, **files).model_config(target.config)
+    ids = RunVocabulary.from_model(target, "target")
+    batch = train._make_batches(config, ids, config.paths("train_files"))[0]
+    codes = target.vocabulary.languages.codes
+    assert (batch.inputs[0, 0], batch.targets[0, 0]) == (codes["fr"], codes["de"])
+
+
 def test_a_target_that_cannot_be_learnt_from_is_rejected():
     shape = dict(emb_dim=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, mlp_dim=32)
     for config, expected in (
@@ -130,7 +143,6 @@ def test_a_target_that_cannot_be_learnt_from_is_rejected():
             sd.T5Config(24, 16, 2, 8, 0, 1, 32, encoder_dim=16),
             "target: got a model that reads another's encoder output, expected one with an enco",
         ),
-        (sd.GPTConfig(24, 16, 2, 1, 32), "target: got a decoder-only model, expected a model with"),
     ):
         with pytest.raises(ValueError, match=expected):
             train.check_target(config)

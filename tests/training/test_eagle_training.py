@@ -16,6 +16,7 @@ import specdec_jax as sd
 from specdec_jax.models import heads
 from specdec_jax.models.bart import BartConfig
 from specdec_jax.models.eagle import StateProjections
+from specdec_jax.models.gemma import T5GemmaConfig
 from specdec_jax.tokenizers import vocabularies
 from specdec_jax.training import eagle as training_eagle
 
@@ -39,8 +40,21 @@ def bart(width):
 
 
 @functools.cache
-def bart_eagle():
-    return random_eagle(bart(24), bart(16))
+def t5gemma(width):
+    """Windows, and rotary positions, of which each row of a batch needs its own."""
+    shape = dict(num_heads=2, num_kv_heads=1, head_dim=8, num_decoder_layers=2, mlp_dim=32)
+    encoder = dict(num_encoder_layers=1, encoder_emb_dim=width, encoder_mlp_dim=32)
+    encoder |= dict(encoder_num_heads=2, encoder_num_kv_heads=1)
+    config = T5GemmaConfig(V, width, **shape, **encoder, windows=(3, 0))
+    return sd.LanguageModel.random(config, width)
+
+
+MODELS = {"bart": bart, "t5gemma": t5gemma}
+
+
+@functools.cache
+def eagle_of(family):
+    return random_eagle(*map(MODELS[family], (24, 16)))
 
 
 def make_objective(teacher=None, drafter=None, **settings):
@@ -61,10 +75,12 @@ def make_params(drafter=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize("family", ["t5", "t5gemma", "bart"])
 def test_unrolled_states_are_those_of_drafting(family):
     """Depth i at position t: pairs up to t − i were committed, the last i tokens were drafted."""
-    own_target, drafter = (target(), eagle(0.3)) if family == "t5" else (bart(24), bart_eagle())
+    own_target, drafter = target(), eagle(0.3)
+    if family != "t5":
+        own_target, drafter = MODELS[family](24), eagle_of(family)
     (inputs, targets), network = batch(), drafter.network
     fed, mask = np.maximum(inputs, 0), inputs >= 0
     tokens = np.maximum(np.pad(targets[:, :-1], ((0, 0), (1, 0))), 0)

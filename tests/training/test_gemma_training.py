@@ -1,4 +1,7 @@
-"""T5Gemmas as targets and drafters of `specdec distill`, and Gemmas that learn from text."""
+"""T5Gemmas as targets and drafters of `specdec distill`, and Gemmas that learn from text.
+
+Heads, and drafters that read states, of both.
+"""
 
 import json
 
@@ -112,7 +115,7 @@ def test_a_gemma_learns_text_and_teaches_a_smaller_one(tmp_path):
     assert drafted.stats.accepted
 
 
-def test_heads_are_for_t5s(tmp_path):
+def test_t5x_is_for_t5s(tmp_path):
     target = make_model("t5gemma", tmp_path / "target")
     with pytest.raises(ValueError, match="target: got a T5GemmaConfig, expected a T5"):
         check_t5("target", target.config)

@@ -410,7 +410,7 @@ def test_prompts_that_are_too_long_are_rejected_before_anything_compiles(
         (dict(batch_tokens=31), "sequence_length: got 32, expected .* batch_tokens = 31"),
         (dict(buckets=(8, 32)), r"buckets: got \(8, 32\), expected none beside sequence_length"),
         (dict(target_buckets=(8,)), "target_buckets: got"),
-        (dict(model=TINY), "sequence_length: got 32, expected None: the model is a T5"),
+        (dict(model=TINY), "sequence_length: got 32, expected None: the model has an encoder"),
         (
             dict(vocabulary_size=41),
             "vocabulary_size: got 41, expected at most model.vocab_size = 40",

@@ -1303,8 +1303,12 @@ struct EncoderHead {
   void attend(int64_t t, int n, const float* q, int64_t q_apart, float* scores, float* out, int64_t apart) const {
     Vec greatest[kQueries];
     for (int i = 0; i < n; i++) greatest[i] = all(-INFINITY);
-    for_panels(width() / kPanel, [&](int64_t p, auto side) {
+    // The panels of the positions that any of these queries sees, and the first and last of these positions.
+    const int64_t low = window && t + 1 > window ? (t + 1 - window) / kPanel : 0, first = low * kPanel;
+    const int64_t last = window && t + n + ahead < live ? t + n + ahead : live, high = (last + kPanel - 1) / kPanel;
+    for_panels(high - low, [&](int64_t place, auto side) {
       constexpr int kWidth = decltype(side)::value * kPanel;
+      const int64_t p = low + place;
       for (int i = 0; i < n; i += kRows) {
         const int m = n - i < kRows ? n - i : kRows;
         float sums[kRows * kWidth] = {};
@@ -1330,7 +1334,7 @@ struct EncoderHead {
     for (int i = 0; i < n; i++) {
       const float most = greatest_of(greatest[i]);
       Vec totals = {};
-      for (float *at = scores + i * width(), *end = at + width(); at < end; at += kLanes) {
+      for (float *at = scores + i * width() + first, *end = scores + i * width() + high * kPanel; at < end; at += kLanes) {
         const Vec e = exp_of(load(at) - most);
         totals += e;
         store(at, e);
@@ -1340,10 +1344,10 @@ struct EncoderHead {
     for_panels((K + kPanel - 1) / kPanel, [&](int64_t p, auto side) {
       constexpr int kWidth = decltype(side)::value * kPanel;
       float sums[kQueries * kWidth] = {};
-      for (int64_t begin = 0; begin < live; begin += kLines)
+      for (int64_t begin = first; begin < last; begin += kLines)
         for (int i = 0; i < n; i += kRows)
           add_lines<decltype(side)::value>(scores + i * width(), width(), n - i < kRows ? n - i : kRows,
-                                           values + p * kPanel * live, live, begin, begin + kLines < live ? begin + kLines : live,
+                                           values + p * kPanel * live, live, begin, begin + kLines < last ? begin + kLines : last,
                                            sums + i * kWidth);
       for (int i = 0; i < n; i++)
         for (int j = 0; j < kWidth && p * kPanel + j < K; j += kLanes)
