@@ -12,11 +12,13 @@ from specdec_jax.checkpoints import loader
 from specdec_jax.decoding.continuous_batching import decode_all
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.drafters.early_exit import EarlyExitDrafter
+from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.drafters.lookahead import LookaheadDecoding
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_jax.drafters.recycling import TokenRecycling
 from specdec_jax.drafters.self_drafting import SelfDrafter
+from specdec_jax.training import heads
 from tools.results.cases import NEW_TOKENS, Case, drafts, load_target, time_cases
 from tools.results.pair import count_table
 from tools.results.stage import Rows, Settings
@@ -41,7 +43,8 @@ def measure_only(settings: Settings) -> Rows:
         cases[f"`self:int8`, γ = {gamma}"] = drafts(gamma, drafter=lambda: SelfDrafter(target))
     for gamma in (2, 4):
         cases[f"`lookup`, γ = {gamma}"] = drafts(gamma, drafter=PromptLookupDrafter)
-    table = count_table(decode(prompts[: settings.choose(20_000, 2_000)]), 2)
+    outputs = decode(prompts)
+    table = count_table(outputs, 2)
     for gamma in (1, 2):
         name = f"bigrams of the target's outputs for {len(prompts):,} sentences, γ = {gamma}"
         cases[name] = drafts(gamma, drafter=lambda: table)
@@ -59,6 +62,10 @@ def measure_only(settings: Settings) -> Rows:
     steps = settings.choose(1_000, 100)
     with tempfile.TemporaryDirectory() as folder:
         drafter = distil(prompts, steps, pathlib.Path(folder))
+        medusa = train_heads(prompts, outputs, steps, pathlib.Path(folder))
+    for gamma in (2, 4):
+        name = f"four heads (Medusa), {steps:,} steps of training here, γ = {gamma}"
+        cases[name] = drafts(gamma, drafter=lambda: medusa)
     for gamma in (2, 4):
         name = f"`--drafter_shape={SHAPE}`, {steps:,} steps of training here, γ = {gamma}"
         cases[name] = drafts(gamma, drafter=lambda: drafter)
@@ -88,3 +95,29 @@ def distil(prompts: Sequence[str], steps: int, folder: pathlib.Path) -> ModelDra
     subprocess.run([*command, f"--output_dir={folder / 'run'}"], check=True)
     model = loader.load(folder / "run" / "model", "float32", say=lambda line: None)
     return ModelDrafter(model)
+
+
+def train_heads(
+    prompts: Sequence[str], outputs: Sequence[Sequence[int]], steps: int, folder: pathlib.Path
+) -> HeadsDrafter:
+    """Returns heads that learned the target's outputs for these sources."""
+    target = load_target("none")
+    assert target.vocabulary is not None
+    texts = map(target.vocabulary.decode, outputs)
+    lines = [f"{source}\t{text}\n" for source, text in zip(prompts, texts, strict=True)]
+    for name, part in (("train", lines[200:]), ("validation", lines[:200])):
+        (folder / f"{name}.tsv").write_text("".join(part), encoding="utf-8")
+    config = heads.HeadsTrainConfig(
+        target="ende/target",
+        data_dir=str(folder),
+        train_files=("train.tsv",),
+        validation_files=("validation.tsv",),
+        output_dir=str(folder / "heads"),
+        steps=steps,
+        learning_rate=0.002,
+        soft_weight=0.5,
+        batch_tokens=2048,
+        buckets=(16, 32),
+    )
+    heads.fit(config)
+    return HeadsDrafter.load(folder / "heads" / "heads", target)
