@@ -84,8 +84,8 @@ def test_cells():
 
 
 def test_a_quick_run_takes_minutes():
-    assert sum(stage.minutes[True] for stage in STAGES.values()) < 21.5
-    assert sum(stage.minutes[False] for stage in STAGES.values()) < 128
+    assert sum(stage.minutes[True] for stage in STAGES.values()) < 24
+    assert sum(stage.minutes[False] for stage in STAGES.values()) < 135
 
 
 @pytest.mark.slow

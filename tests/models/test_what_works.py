@@ -7,6 +7,7 @@ import re
 import golden_languages
 import golden_mesh_run
 import numpy as np
+import pages
 import pytest
 from gemma_tokenizer import END, write_tokenizer
 from golden_models import GOLDEN
@@ -23,7 +24,8 @@ from specdec_jax.training.config import TrainConfig
 from specdec_jax.training.sequence_distillation import DistillConfig
 
 pytestmark = pytest.mark.usefixtures("quick")
-PAGE = pathlib.Path(sd.__file__).parent / "models" / "README.md"
+pages.require_checkout()
+PAGE = pages.PACKAGE / "models" / "README.md"
 TEXTS = ["Tom is learning German.", "The weather is nice.", "We leave before eight."]
 SHAPE = dict(emb_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, num_decoder_layers=2, mlp_dim=24)
 SHAPE |= dict(windows=(3, 0))
