@@ -32,8 +32,12 @@ def find_stop(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) 
 def count_visible(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) -> int:
     """Returns how many of `ids` can be shown now, whatever follows.
 
-    Parts of a character, and what may begin a stop string, cannot.
+    Parts of a character, and what may begin a stop string, cannot; nor can bytes that the next one
+    may change.
     """
+    is_byte = getattr(vocabulary, "is_byte", lambda token: False)  # others' may lack the method
+    last = next((n for n in range(len(ids), 0, -1) if not is_byte(int(ids[n - 1]))), 0)
+    ids = ids[:last]
     text = vocabulary.decode(ids)
     whole = text.rstrip(_UNFINISHED)
     overlap = max((_overlap_length(whole, stop) for stop in stops), default=0)

@@ -167,6 +167,14 @@ class Vocabulary(abc.ABC):
         """Returns whether a token is no text: padding, EOS, unknown, control or sentinel."""
         return token == self.pad_id or token in self.eos_ids[:1]
 
+    def is_byte(self, token: int) -> bool:
+        """Returns whether a token is a byte whose text depends on the bytes after it.
+
+        Not of a character alone: some tokenizers take a whole run of bytes for no text if one of
+        them is none.
+        """
+        return False
+
     def fingerprint(self) -> str:
         """Returns a digest, equal for two vocabularies iff they map every id to the same piece.
 
@@ -439,6 +447,9 @@ class TokenizerJsonVocabulary(Vocabulary):
         self._dropped = {i for i in (self.eos_ids[0], self.pad_id) if i is not None}
         added = self._tokenizer.get_added_tokens_decoder()
         self._no_text = {i for i, token in added.items() if token.special} | self._dropped
+        runs = "ByteFallback" in json.dumps(content.get("decoder"))
+        pieces = [f"<0x{byte:02X}>" for byte in range(256 if runs else 0)]
+        self._bytes = frozenset(map(self._tokenizer.token_to_id, pieces))
 
     def special_pieces(self) -> dict[str, int]:
         """Returns the ids of the special tokens that the file adds, by their text."""
@@ -495,6 +506,9 @@ class TokenizerJsonVocabulary(Vocabulary):
 
     def is_special(self, token: int) -> bool:
         return token in self._no_text
+
+    def is_byte(self, token: int) -> bool:
+        return token in self._bytes
 
     def piece(self, token: int) -> str:
         piece = self._tokenizer.id_to_token(token) if token >= 0 else None

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import sentencepiece
+from gemma_tokenizer import make_tokenizer
 from toy_models import EchoModel, HashModel
 
 from specdec_jax.decoding import generate as generate_module
@@ -19,7 +20,11 @@ from specdec_jax.decoding.stop import count_visible, find_stop
 from specdec_jax.decoding.stream import stream
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.speculative.sampling import SamplingConfig
-from specdec_jax.tokenizers.vocabularies import ByteVocabulary, SentencePieceVocabulary
+from specdec_jax.tokenizers.vocabularies import (
+    ByteVocabulary,
+    SentencePieceVocabulary,
+    TokenizerJsonVocabulary,
+)
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -160,6 +165,17 @@ def test_worked_examples():
     assert find_stop(bytes_, bytes_.encode("abc"), ("c", "bc")) == 1, (
         "the longer of two that end together"
     )
+
+
+def test_a_run_of_bytes_is_shown_at_its_end():
+    """A byte that is none of a character's makes all bytes before it none."""
+    vocabulary = TokenizerJsonVocabulary(make_tokenizer().to_str(), eos_ids=(1,))
+    find = make_tokenizer().token_to_id
+    letter, byte, other = (find(piece) for piece in ("a", "<0x3D>", "<0xFF>"))
+    texts = [vocabulary.decode(ids) for ids in ([letter, byte], [letter, byte, other])]
+    assert texts == ["a=", "a\ufffd\ufffd"]
+    ids = [letter, byte, other, letter]
+    assert [count_visible(vocabulary, ids[:n], ()) for n in range(5)] == [0, 1, 1, 1, 4]
     pieces = vocabulary("pieces", "▁abc")
     ids = pieces.encode("ab abc")
     kept = find_stop(pieces, ids, ("bc",))
