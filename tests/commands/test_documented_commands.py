@@ -4,6 +4,7 @@ What needs data, devices or packages that are not there is run up to the error t
 """
 
 import contextlib
+import functools
 import gc
 import importlib.util
 import re
@@ -32,6 +33,7 @@ NEEDS = {
         r"DATA_DIR=|--data_dir=data",
         r"(train|validation|source)_files: got '\S*(data|runs/outputs)/\S+'",
     ),
+    "languages": (r"--source_language=", r"source_language: got .* no languages"),
     "a store": (r"=gs://", r"gs://\S+: got a URL"),
     "a record of a device": (
         r"--records=(tpu|v4|gpu|accelerator)\.",
@@ -44,15 +46,22 @@ NEEDS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("documented")
-    documented.build(folder)
-    return folder
+def folder_of(tmp_path_factory):
+    """Returns a function that builds the folder of a test function, all of whose cases share it."""
+
+    @functools.cache
+    def build(name: str):
+        folder = tmp_path_factory.mktemp("documented")
+        documented.build(folder)
+        return folder
+
+    return build
 
 
 @pytest.fixture
-def run(folder, monkeypatch, capsys):
+def run(request, folder_of, monkeypatch, capsys):
     """Returns a function that runs a documented command; it returns what went wrong, or None."""
+    folder = folder_of(request.function.__name__)
     documented.shrink(monkeypatch, folder)
 
     def run(line: str) -> str | None:

@@ -363,7 +363,7 @@ from specdec_jax.commands import entry, generate
 from specdec_jax.drafters import suffix_history
 
 when, left = sys.argv.pop(1), [int(sys.argv.pop(1))]
-generate._SAVE_SECONDS, write = 0.0, suffix_history.write_text
+generate._SAVE_SECONDS, write = 0.0, suffix_history.write_sorted
 
 def writing(*arguments):
     left[0] -= 1
@@ -373,7 +373,7 @@ def writing(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     write(*arguments)
 
-suffix_history.write_text = writing
+suffix_history.write_sorted = writing
 sys.exit(entry.main())
 """
 
