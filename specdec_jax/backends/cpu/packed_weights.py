@@ -240,9 +240,14 @@ def is_small_on_host(*arrays: jax.Array | np.ndarray) -> bool:
     return jax.default_backend() == "cpu" and all(
         array.size <= _SMALL
         and not isinstance(array, jax.core.Tracer)
-        and (isinstance(array, np.ndarray) or len(array.devices()) == 1)
+        and (isinstance(array, np.ndarray) or _is_on_no_mesh(array))
         for array in arrays
     )
+
+
+def _is_on_no_mesh(array: jax.Array) -> bool:
+    """Returns whether an array is on one device, and on no mesh, where results are to stay."""
+    return isinstance(array.sharding, jax.sharding.SingleDeviceSharding)
 
 
 def _cut_groups_on_host(weight: Int8[Array, "D F"], group: int) -> jax.Array:
