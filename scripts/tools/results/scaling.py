@@ -29,7 +29,7 @@ _WIDTH, _HEADS, _LAYERS, _HIDDEN = 256, 4, 2, 512  # of the target; heads have 6
 _NUMBER = 4  # bytes of a float32
 # Time that is on no account of the growing parts, such as the start of kernels, makes slopes of
 # small sizes smaller than demanded; noise makes some greater.
-_TOLERANCE = 0.15
+TOLERANCE = 0.15
 
 
 class Size(NamedTuple):
@@ -187,5 +187,5 @@ def grows_faster(row: Row) -> list[str]:
     return [
         name
         for name, (got, asked) in pairs.items()
-        if got in row and row[got] > max(row[asked], 0) + _TOLERANCE
+        if got in row and row[got] > max(row[asked], 0) + TOLERANCE
     ]

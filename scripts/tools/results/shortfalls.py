@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tools.results.scaling import TOLERANCE
 from tools.results.stage import Row
 
 
@@ -42,7 +43,7 @@ def list_shortfalls(stages: Mapping[str, Any]) -> dict[str, str]:
     ):
         excess = [row[got] - max(row[asked], 0) for row in slopes]
         name = f"scaling: slope of {what} over what operations and bytes demand"
-        add(name, [most for most in excess if most > 0.15], "at most 0.15", max)
+        add(name, [most for most in excess if most > TOLERANCE], f"at most {TOLERANCE}", max)
     for form in ("float32", "int8"):
         calls = [one[f"{form}, call over 5 positions"]["over_plain"] for one in rows("steps")]
         add(f"v of five positions, {form}", calls, "at most 1.15", max)
