@@ -22,6 +22,7 @@ import os
 import pathlib
 import re
 import subprocess
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ from typing import Any
 from absl import app, flags
 
 from specdec_jax.analysis import machine
+from specdec_jax.decoding.program_cache import keep_programs
 from specdec_jax.files.writing import write_file
 from tools.results.cases import forget_programs
 from tools.results.shortfalls import list_shortfalls
@@ -52,7 +54,9 @@ def main(argv: list[str]) -> None:
     if unknown := sorted(set(_ONLY.value) - set(STAGES)):
         raise app.UsageError(f"only: got {unknown[0]!r}, expected some of {', '.join(STAGES)}")
     if not _RENDER.value:
-        measure(Settings(_DATA.value, _QUICK.value), _ONLY.value, _AGAIN.value)
+        with tempfile.TemporaryDirectory() as folder:
+            keep_programs(folder)  # stages and texts share many
+            measure(Settings(_DATA.value, _QUICK.value), _ONLY.value, _AGAIN.value)
     for page in render_pages(read_records()):
         print(f"rendered {page.relative_to(ROOT)}")
 

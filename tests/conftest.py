@@ -1,5 +1,6 @@
 """Runs tests on the CPU, in float32 unless a test asks for more, with fixed examples."""
 
+import ctypes
 import fcntl
 import functools
 import gc
@@ -22,6 +23,9 @@ QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_co
 # Python's collector goes through all objects again and again, which takes half of the time of
 # collecting tests, and a tenth of that of running them.
 gc.set_threshold(50_000, 10, 20)
+
+
+started: list[subprocess.Popen] = []  # processes in the background
 
 
 def known(flags: str) -> bool:
@@ -52,6 +56,22 @@ def pytest_configure(config):
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir("programs"))
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config):
+    """Begins to compile the CPU's kernels while the workers collect; `kernel` waits for the end."""
+    with open(config._tmp_path_factory.getbasetemp() / "kernel.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the process ends, which inherits it
+        command = "from specdec_jax.backends.cpu import native; native.is_available()"
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", command],
+                pass_fds=[lock.fileno()],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        )
 
 
 def pytest_collectstart(collector):
@@ -94,6 +114,8 @@ def little_memory(request):
         or int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 2e9
     ):
         gc.collect()
+        # The C library keeps what compiling has freed, in pieces: 9 GB at the slow tier's end.
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -106,7 +128,7 @@ def no_progress():
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel(tmp_path_factory):
-    """Compiles the CPU's kernels before any test reads a command's output, in one of the workers.
+    """Waits until the CPU's kernels are compiled, before any test reads a command's output.
 
     Compiling them prints a line.
     """

@@ -4,12 +4,14 @@ Every timing runs many steps inside one compiled program (`step_loops`), so that
 count.
 """
 
+import dataclasses
 import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +27,7 @@ from specdec_jax.speculative import prefill
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.randomness import make_key
 from specdec_jax.speculative.sampling import SamplingConfig
-from specdec_jax.speculative.state import DecodeState, StaticConfig, count_slots
+from specdec_jax.speculative.state import DecodeState, Draft, StaticConfig, count_slots
 from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifiers import VERIFIERS
 
@@ -297,6 +299,26 @@ def iteration_variant(state: DecodeState, request: Request) -> Call:
     )
 
 
+@flax.struct.dataclass
+class _ZeroDrafter(Drafter):
+    """Drafts token 0 at every position, which takes no time."""
+
+    name = "token 0"
+
+    def draft(
+        self, draft_state: tuple, state: DecodeState, num_wanted: jax.Array
+    ) -> tuple[tuple, Draft]:
+        tokens = jnp.zeros((len(state.lengths), state.config.gamma), jnp.int32)
+        return (), Draft(tokens, num_wanted, None, jnp.zeros_like(state.lengths))
+
+
 def call_variant(state: DecodeState, request: Request) -> Call:
-    """Returns a call that runs `STEPS` times target call and verification, without the draft."""
-    return functools.partial(step_loops.verified_steps, request.network, state, steps=STEPS)
+    """Returns a call that runs `STEPS` times target call and verification, without the draft.
+
+    At temperature 0 it is the iteration, which may run as one kernel, with drafts that take no
+    time. Else verification needs a drafter's distribution, which is made of the target's.
+    """
+    if state.config.needs_draft_probs:
+        return functools.partial(step_loops.verified_steps, request.network, state, steps=STEPS)
+    state = state.replace(draft_state=(), policy=None, policy_state=None, last_seen=None)
+    return iteration_variant(state, dataclasses.replace(request, drafter=_ZeroDrafter()))

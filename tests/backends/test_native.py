@@ -100,6 +100,7 @@ def test_threads_share_one(tmp_path, compiler, settings):
     assert found == [True] * 4 and calls(tmp_path) == 1 and len(settings) == 1
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_records_name_the_kernel_and_no_path(tmp_path, compiler, monkeypatch):
     compiler(WORKS)

@@ -68,6 +68,7 @@ def expected(target, drafter, limit=LENGTH, eos=1, **options):
     return tokens, found.scores.reshape(-1, BEAMS)[:, ::-1], found.stats
 
 
+@pytest.mark.slow
 @tiers.parametrize("drafts", [False, True], ids=["plain", "speculative"], first=1)
 def test_tokens_scores_and_counts_are_those_of_generate(drafts, pair):
     target, drafter = pair[0], pair[1] if drafts else None

@@ -167,6 +167,7 @@ def test_the_outputs_are_the_targets_own(undisturbed, models, language):
     }  # cut, and without an EOS that nobody wrote
 
 
+@pytest.mark.slow
 def test_a_sample_depends_on_the_number_of_its_input_alone(models):
     target = loader.load(models / "target", "float32")
     ids = [
@@ -193,6 +194,7 @@ def test_a_sample_depends_on_the_number_of_its_input_alone(models):
     assert draw((ids * 2)[4:8], 4) == whole[8:16] and whole[8:16] != draw((ids * 2)[4:8], 0)
 
 
+@pytest.mark.slow
 def test_the_log_has_the_pairs_acceptance_on_the_targets_outputs(undisturbed):
     log = [json.loads(line) for line in (undisturbed / "log.jsonl").read_text().splitlines()]
     validations = [record for record in log if "validation_loss" in record]

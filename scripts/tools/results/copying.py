@@ -95,7 +95,7 @@ def measure_edits(settings: Settings) -> Rows:
     """Measures sentences of which some words are changed, as in corrections."""
     rows: dict[str, Row] = {}
     for percent in CHANGED:
-        found = time_edits(settings, settings.choose(40, 6), percent, DRAFTERS)
+        found = time_edits(settings, settings.choose(16, 4), percent, DRAFTERS)
         rows |= {f"{percent} % changed, {name}": row for name, row in found.items()}
     return {"wikitext2": rows}
 
@@ -104,7 +104,7 @@ def measure_summaries(settings: Settings) -> Rows:
     """Measures summaries that people wrote, with their whole sources as inputs."""
     vocabulary = load_target("none").vocabulary
     assert vocabulary is not None
-    count = settings.choose(60, 5)
+    count = settings.choose(16, 4)
     drafters = {"`lookup`, γ = 2": (PromptLookupDrafter, 2)} | {
         name: one for name, one in DRAFTERS.items() if one[1] <= 8
     }

@@ -69,7 +69,7 @@ def measure_only(settings: Settings) -> Rows:
     for gamma in (2, 4):
         name = f"`--drafter_shape={SHAPE}`, {steps:,} steps of training here, γ = {gamma}"
         cases[name] = drafts(gamma, drafter=lambda: drafter)
-    texts = read_texts(settings, ("ende", "wiki_pe"), settings.choose(60, 6))
+    texts = read_texts(settings, ("ende", "wiki_pe"), settings.choose(16, 3))
     passes = settings.choose(3, 2)
     return {name: time_cases(cases, text, passes) for name, text in texts.items()}
 

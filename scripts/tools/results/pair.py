@@ -57,7 +57,7 @@ def measure_pair(settings: Settings) -> Rows:
         "speculative, int8, γ = 4": drafts(4, "int8"),
         'speculative, int8, `gamma="auto"`': drafts("auto", "int8"),
     }
-    texts = read_texts(settings, ("ende", "wiki_pe"), settings.choose(120, 25))
+    texts = read_texts(settings, ("ende", "wiki_pe"), settings.choose(60, 12))
     passes = settings.choose(3, 2)
     return {name: time_cases(cases, text, passes) for name, text in texts.items()}
 
@@ -72,7 +72,7 @@ def measure_texts(settings: Settings) -> Rows:
             '`gamma="auto"`': drafts("auto", form),
             "`Calibrated`": drafts(Calibrated(8), form),
         }
-        texts = read_texts(settings, TEXTS, settings.choose(40, 8))
+        texts = read_texts(settings, TEXTS, settings.choose(16, 4))
         for name, text in texts.items():
             rows[f"{name} {label}"] = time_cases(cases, text, settings.choose(3, 2))
     return rows
@@ -208,9 +208,9 @@ def measure_drafters(settings: Settings) -> Rows:
             for name, (make, gamma) in drafters.items()
         }
         cases |= {} if temperature else list_trees(load_target("none"))
-        rows |= time_at(cases, settings, temperature, TEXTS, settings.choose(40, 5))
+        rows |= time_at(cases, settings, temperature, TEXTS, settings.choose(12, 2))
     if find_text(settings, "wikitext2"):
-        rows["edits T=0"] = time_edits(settings, settings.choose(40, 5), 8, COPYING)
+        rows["edits T=0"] = time_edits(settings, settings.choose(12, 2), 8, COPYING)
     return rows
 
 
@@ -222,7 +222,7 @@ def time_at(
     count: int | None = None,
 ) -> Rows:
     """Returns the rows of texts, by default the pair's two, at one temperature."""
-    texts = read_texts(settings, names, count or settings.choose(60, 8))
+    texts = read_texts(settings, names, count or settings.choose(20, 4))
     passes, rows = settings.choose(3, 2), {}
     for name, text in texts.items():
         forget_programs()
@@ -250,7 +250,7 @@ def measure_cascades(settings: Settings) -> Rows:
         "four tokens of the bundled drafter, then `lookup`, γ = 6": drafts(6, drafter=lead),
         "the bundled drafter, itself drafted for by `lookup`, γ = 6": drafts(6, drafter=inside),
     }
-    texts = read_texts(settings, ("ende", "wiki_pe", "scitldr"), settings.choose(40, 6))
+    texts = read_texts(settings, ("ende", "wiki_pe", "scitldr"), settings.choose(16, 3))
     passes = settings.choose(3, 2)
     return {name: time_cases(cases, text, passes) for name, text in texts.items()}
 
@@ -280,7 +280,7 @@ def measure_beams(settings: Settings) -> Rows:
         options = {"gamma": gamma, "beam_width": 8, **beams}
         cases[f"four beams, γ = {gamma}, 8 nodes a level"] = Case("none", make_bundled, options)
     cases["greedy, plain"] = Case("none")
-    texts = read_texts(settings, ("ende", "wiki_pe"), settings.choose(60, 10))
+    texts = read_texts(settings, ("ende", "wiki_pe"), settings.choose(24, 5))
     passes = settings.choose(3, 2)
     return {name: time_cases(cases, text, passes) for name, text in texts.items()}
 
@@ -290,7 +290,7 @@ def measure_steps(settings: Settings) -> Rows:
     rows: dict[str, Row] = {}
     for form, label in (("none", "float32"), ("int8", "int8")):
         pair = load_target(form), make_bundled()
-        rows |= time_iterations(label, *pair, (1, 3, 4, 7), settings.choose(9, 5))
+        rows |= time_iterations(label, *pair, (1, 3, 4, 7), settings.choose(25, 15))
     return {"steps": rows}
 
 

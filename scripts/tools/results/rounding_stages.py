@@ -65,7 +65,7 @@ def measure_rounded(settings: Settings) -> Rows:
     """
     full, rows = rounding.moved(load_target("none")), {}
     for name in ("ende", "wiki_pe"):
-        count = settings.choose(2000, 100)
+        count = settings.choose(1000, 100)
         sources, references = zip(*require_pairs(settings, name, count))
         rows[name] = {}
         for form in ("int8", "w8a8"):

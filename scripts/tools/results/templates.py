@@ -88,7 +88,7 @@ def measure_templates(settings: Settings) -> Rows:
     Every pass begins without any.
     """
     target = load_target("none")
-    inputs, rows = make_inputs(target, settings.choose(len(NAMES), 8)), {}
+    inputs, rows = make_inputs(target, settings.choose(8, 3)), {}
     for batch, gamma in ((1, 8), (8, 4)):
         ways: dict[str, Callable[[], dict[str, Any]]] = {
             "plain": lambda: dict(gamma=0),
@@ -96,7 +96,7 @@ def measure_templates(settings: Settings) -> Rows:
             f"`suffix`, γ = {gamma}": functools.partial(remember, target, gamma),
             "bundled drafter, γ = 4": lambda: dict(gamma=4, drafter=make_bundled()),
         }
-        found = time_jobs(target, inputs, ways, batch, settings.choose(5, 2))
+        found = time_jobs(target, inputs, ways, batch, settings.choose(3, 2))
         rows |= {f"batches of {batch}, {name}": row for name, row in found.items()}
     return {"ende": rows}
 

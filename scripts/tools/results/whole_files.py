@@ -32,7 +32,7 @@ def measure_file(settings: Settings) -> Rows:
                 decode_file, load_target(form), ids, 64
             )
         ways |= peers.make_ctranslate2(ids) | peers.make_transformers(ids)
-        rows[name] = time_ways(ways, settings.choose(5, 2))
+        rows[name] = time_ways(ways, settings.choose(3, 2))
     return rows
 
 
@@ -80,7 +80,7 @@ def format_file(row: Row) -> str:
 def measure_batching(settings: Settings) -> Rows:
     """Measures batches in a file's order, of like length, and with refilled rows."""
     target, rows = load_target("none"), {}
-    for name, text in read_texts(settings, ("ende",), settings.choose(2000, 200)).items():
+    for name, text in read_texts(settings, ("ende",), settings.choose(500, 150)).items():
         ids = encode(target, text, 512)
         ways = {
             f"{label}, batch 8, {way}": functools.partial(decode_batches, ids, way, **how)
@@ -90,7 +90,7 @@ def measure_batching(settings: Settings) -> Rows:
             )
             for way in ("file order", "like length", "refilled")
         }
-        rows[name] = time_ways(ways, settings.choose(5, 2))
+        rows[name] = time_ways(ways, settings.choose(3, 2))
     return rows
 
 
@@ -115,7 +115,7 @@ def decode_batches(ids: list[list[int]], way: str, **options: Any) -> list[list[
 def measure_bits(settings: Settings) -> Rows:
     """Counts outputs, and log-probabilities in any bit, that differ from plain decoding's."""
     target, drafter, rows = load_target("int8"), make_bundled(), {}
-    for name, text in read_texts(settings, ("ende", "wiki_pe"), settings.choose(500, 40)).items():
+    for name, text in read_texts(settings, ("ende", "wiki_pe"), settings.choose(150, 30)).items():
         ids = encode(target, text, 512)
         plain = decode_scored(target, ids, 1)
         rows[name] = {"plain, batches of 64": compare_bits(plain, decode_scored(target, ids, 64))}
