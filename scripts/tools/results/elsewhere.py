@@ -18,10 +18,11 @@ from tools.accelerator_stages import stages
 from tools.results.stage import Row, Rows, Settings, Skipped
 
 SCRIPTS = pathlib.Path(__file__).resolve().parents[2]
+PLOT = SCRIPTS.parent / ".github" / "wall_time.svg"
 
 
 def measure_t5x(settings: Settings) -> Rows:
-    """Measures T5X's own decoding in turn with ours, on the same weights."""
+    """Measures T5X's own decoding in turn with ours, on the same weights; draws README's plot."""
     if importlib.util.find_spec("t5x") is None:
         raise Skipped("T5X is not installed")
     with tempfile.TemporaryDirectory() as folder:
@@ -29,7 +30,7 @@ def measure_t5x(settings: Settings) -> Rows:
         command = [sys.executable, "-m", "specdec_jax", "benchmark", "--against=t5x"]
         command += ["--target=ende/target", "--drafter=ende/drafter", "--quantize=none"]
         command += [f"--repeats={settings.choose(5, 2)}", "--gamma=4,6", f"--output={output}"]
-        command += ["--input_file=ende/sentences.txt"]
+        command += ["--input_file=ende/sentences.txt", f"--plot={PLOT}"]
         subprocess.run(command, check=True)
         record = json.loads(output.read_text(encoding="utf-8"))
     found = record["against"]
