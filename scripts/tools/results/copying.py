@@ -11,10 +11,11 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from specdec_jax.decoding.inputs import encode
 from specdec_jax.drafters.assisted import AssistedNGramDrafter
 from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_jax.speculative.sampling import SamplingConfig
-from tools.results.cases import Case, load_target, time_cases
+from tools.results.cases import Case, load_target, make_random, time_cases
 from tools.results.stage import Row, Rows, Settings, Skipped
 from tools.results.texts import find_text, read_pairs, require_pairs
 
@@ -25,6 +26,7 @@ DRAFTERS: dict[str, tuple[Callable[[], Any], int]] = {
     "`lookup`, γ = 16": (PromptLookupDrafter, 16),
     "`copy`, γ = 8": (functools.partial(PromptLookupDrafter, min_match=0), 8),
     "`copy`, γ = 16": (functools.partial(PromptLookupDrafter, min_match=0), 16),
+    '`prefer="latest"`, γ = 8': (functools.partial(PromptLookupDrafter, prefer="latest"), 8),
     '`prefer="latest"`, γ = 16': (functools.partial(PromptLookupDrafter, prefer="latest"), 16),
     "`assisted`, γ = 4": (AssistedNGramDrafter, 4),
 }
@@ -97,7 +99,26 @@ def measure_edits(settings: Settings) -> Rows:
     for percent in CHANGED:
         found = time_edits(settings, settings.choose(16, 4), percent, DRAFTERS)
         rows |= {f"{percent} % changed, {name}": row for name, row in found.items()}
+    for name, row in time_larger(settings).items():
+        rows[f"{CHANGED[1]} % changed, T5-base's shape, {name}"] = row
     return {"wikitext2": rows}
+
+
+def time_larger(settings: Settings) -> dict[str, Row]:
+    """Returns the rows of long drafts for a larger target, whose weights are random.
+
+    Its calls over many positions cost less, beside one over a single position.
+    """
+    shape = "t5_1_1/base"
+    texts, outputs = read_edits(settings, settings.choose(8, 2), CHANGED[1])
+    drafters = {name: one for name, one in DRAFTERS.items() if one[1] == 16}
+    return time_cases(
+        make_cases(outputs, drafters, shape),
+        encode(load_target("none"), texts, 512),
+        settings.choose(3, 2),
+        make_random,
+        max(map(len, outputs)),
+    )
 
 
 def measure_summaries(settings: Settings) -> Rows:

@@ -4,6 +4,7 @@ from tools.results import (
     copying,
     elsewhere,
     encoders,
+    learning,
     only,
     pair,
     rounding_stages,
@@ -39,6 +40,12 @@ STAGES: dict[str, Stage] = {
         (4, 0.8),
         templates.measure_templates,
         format_speed,
+    ),
+    "learning": Stage(
+        "whole jobs in batches of 8, γ = 4, over plain decoding",
+        (6, 1.5),
+        learning.measure_learning,
+        learning.format_learning,
     ),
     "trees": Stage(_OVER_PLAIN, (8, 1.4), pair.measure_trees, format_speed),
     "beams": Stage(

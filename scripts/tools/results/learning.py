@@ -1,0 +1,83 @@
+"""The stage about a drafter that learns from a job's finished outputs while it drafts others."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from specdec_jax.decoding.continuous_batching import decode_all, decode_stream
+from specdec_jax.decoding.inputs import encode
+from specdec_jax.decoding.results import Stats
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.training.online import OnlineDistillation
+from tools.results.cases import load_target, make_bundled, make_random
+from tools.results.shapes import draw_inputs
+from tools.results.stage import Row, Rows, Settings
+from tools.results.texts import require_pairs
+from tools.results.whole_files import HOW
+
+_BATCH, _GAMMA = 8, 4
+_DRAFTER = dict(emb_dim=128, num_heads=4, head_dim=32, mlp_dim=512)
+
+
+def measure_learning(settings: Settings) -> Rows:
+    """Measures jobs with and without learning, on texts that the drafter was not trained on.
+
+    They are a new drafter with random weights beside a larger target, whose weights are random
+    too, and the bundled pair on dialogues.
+    """
+    target = make_random("t5_1_1/base")
+    shape = target.config.replace(num_encoder_layers=1, num_decoder_layers=2, **_DRAFTER)
+    drafter = ModelDrafter(LanguageModel.random(shape, eos_ids=(), seed=1))
+    inputs = draw_inputs(target, settings.choose(2000, 200))
+    rows = {"random": time_learning(target, drafter, inputs, 32)}
+    target = load_target("none")
+    lines = [
+        source for source, _ in require_pairs(settings, "dialogsum", settings.choose(2000, 200))
+    ]
+    return rows | {
+        "dialogsum": time_learning(target, make_bundled(), encode(target, lines, 512), 64)
+    }
+
+
+def time_learning(
+    target: LanguageModel, drafter: ModelDrafter, inputs: Sequence[list[int]], new_tokens: int
+) -> dict[str, Row]:
+    """Returns the rows of one job: plain, drafted for by one drafter, and by one that learns."""
+    how: dict[str, Any] = HOW | dict(batch_size=_BATCH, seed=0, max_new_tokens=new_tokens)
+    ways = {"plain": dict(gamma=0), "a drafter": dict(gamma=_GAMMA, drafter=drafter)}
+    for options in ways.values():
+        decode_all(target, inputs[: 4 * _BATCH], **how, **options)  # compiles
+    learner = OnlineDistillation(target, drafter, expected=len(inputs))
+    ways["a drafter that learns"] = dict(gamma=_GAMMA, learner=learner)
+    rows: dict[str, Row] = {}
+    for name, options in ways.items():
+        start = time.perf_counter()
+        # In the order in which they end.
+        stats = [one.stats for _, (one,) in decode_stream(target, inputs, **how, **options)]
+        row: Row = {"seconds": time.perf_counter() - start, "inputs": len(inputs)}
+        if name != "plain":
+            tenth = len(stats) // 10
+            row["alphas"] = [find_alpha(stats[:tenth]), find_alpha(stats[-tenth:])]
+        rows[name] = row | {"over_plain": rows.get("plain", row)["seconds"] / row["seconds"]}
+    rows[name] |= {"learning": learner.seconds, "compiling": learner.compile_seconds}
+    rows[name]["updates"] = learner.updates
+    return rows
+
+
+def find_alpha(stats: Sequence[Stats]) -> float:
+    """Returns the acceptance rate of outputs."""
+    examined = sum(int(one.examined_by_position.sum()) for one in stats)
+    return sum(one.accepted for one in stats) / max(examined, 1)
+
+
+def format_learning(row: Row) -> str:
+    """Returns the improvement, α at the beginning and the end, and the time that learning took."""
+    text = f"{row['over_plain']:.2f}; {row['seconds']:.0f} s for {row['inputs']:,} inputs"
+    if "alphas" in row:
+        first, last = row["alphas"]
+        text += f"; α {first:.3f} in the first tenth, {last:.3f} in the last"
+    if "updates" in row:
+        text += f"; {row['updates']} updates in {row['learning']:.0f} s"
+        text += f", and {row['compiling']:.0f} s to compile them"
+    return text
