@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from specdec_jax.decoding.continuous_batching import decode_all, decode_stream
+from specdec_jax.decoding.continuous_batching import decode_stream
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.results import Stats
 from specdec_jax.drafters.model import ModelDrafter
@@ -12,11 +12,11 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.training.online import OnlineDistillation
 from tools.results.cases import load_target, make_bundled, make_random
 from tools.results.shapes import draw_inputs
-from tools.results.stage import Row, Rows, Settings
+from tools.results.stage import Row, Rows, Settings, Skipped
 from tools.results.texts import require_pairs
 from tools.results.whole_files import HOW
 
-_BATCH, _GAMMA = 8, 4
+_INPUTS, _BATCH, _GAMMA = 2000, 8, 4
 _DRAFTER = dict(emb_dim=128, num_heads=4, head_dim=32, mlp_dim=512)
 
 
@@ -26,15 +26,15 @@ def measure_learning(settings: Settings) -> Rows:
     They are a new drafter with random weights beside a larger target, whose weights are random
     too, and the bundled pair on dialogues.
     """
+    if settings.quick:
+        raise Skipped("needs long jobs, of a run in full")
     target = make_random("t5_1_1/base")
     shape = target.config.replace(num_encoder_layers=1, num_decoder_layers=2, **_DRAFTER)
     drafter = ModelDrafter(LanguageModel.random(shape, eos_ids=(), seed=1))
-    inputs = draw_inputs(target, settings.choose(2000, 200))
+    inputs = draw_inputs(target, _INPUTS)
     rows = {"random": time_learning(target, drafter, inputs, 32)}
     target = load_target("none")
-    lines = [
-        source for source, _ in require_pairs(settings, "dialogsum", settings.choose(2000, 200))
-    ]
+    lines = [source for source, _ in require_pairs(settings, "dialogsum", _INPUTS, "train")]
     return rows | {
         "dialogsum": time_learning(target, make_bundled(), encode(target, lines, 512), 64)
     }
@@ -44,10 +44,13 @@ def time_learning(
     target: LanguageModel, drafter: ModelDrafter, inputs: Sequence[list[int]], new_tokens: int
 ) -> dict[str, Row]:
     """Returns the rows of one job: plain, drafted for by one drafter, and by one that learns."""
-    how: dict[str, Any] = HOW | dict(batch_size=_BATCH, seed=0, max_new_tokens=new_tokens)
-    ways = {"plain": dict(gamma=0), "a drafter": dict(gamma=_GAMMA, drafter=drafter)}
+    how: dict[str, Any] = HOW | dict(batch_size=_BATCH, max_new_tokens=new_tokens)
+    ways: dict[str, Any] = {
+        "plain": dict(gamma=0),
+        "a drafter": dict(gamma=_GAMMA, drafter=drafter),
+    }
     for options in ways.values():
-        decode_all(target, inputs[: 4 * _BATCH], **how, **options)  # compiles
+        list(decode_stream(target, inputs[: 4 * _BATCH], **how, **options))  # compiles
     learner = OnlineDistillation(target, drafter, expected=len(inputs))
     ways["a drafter that learns"] = dict(gamma=_GAMMA, learner=learner)
     rows: dict[str, Row] = {}

@@ -15,9 +15,11 @@ from specdec_jax.drafters.early_exit import EarlyExitDrafter
 from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.drafters.lookahead import LookaheadDecoding
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.drafters.parallel import ParallelDrafter
 from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_jax.drafters.recycling import TokenRecycling
 from specdec_jax.drafters.self_drafting import SelfDrafter
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.training import heads
 from tools.results.cases import NEW_TOKENS, Case, drafts, load_target, time_cases
 from tools.results.pair import count_table
@@ -61,7 +63,8 @@ def measure_only(settings: Settings) -> Rows:
     cases["look-ahead with 12 positions"] = Case("none", lambda: LookaheadDecoding(3, 3, 3))
     steps = settings.choose(1_000, 100)
     with tempfile.TemporaryDirectory() as folder:
-        drafter = distil(prompts, steps, pathlib.Path(folder))
+        drafter = ModelDrafter(distil(prompts, steps, pathlib.Path(folder)))
+        parallel = ParallelDrafter(distil(prompts, steps, pathlib.Path(folder), masks=4))
         medusa = train_heads(prompts, outputs, steps, pathlib.Path(folder))
     for gamma in (2, 4):
         name = f"four heads (Medusa), {steps:,} steps of training here, γ = {gamma}"
@@ -69,6 +72,8 @@ def measure_only(settings: Settings) -> Rows:
     for gamma in (2, 4):
         name = f"`--drafter_shape={SHAPE}`, {steps:,} steps of training here, γ = {gamma}"
         cases[name] = drafts(gamma, drafter=lambda: drafter)
+        name = f"the same with four masks, all tokens in one call (PARD), γ = {gamma}"
+        cases[name] = drafts(gamma, drafter=lambda: parallel)
     texts = read_texts(settings, ("ende", "wiki_pe"), settings.choose(16, 3))
     passes = settings.choose(3, 2)
     return {name: time_cases(cases, text, passes) for name, text in texts.items()}
@@ -82,7 +87,9 @@ def decode(prompts: Sequence[str]) -> list[list[int]]:
     return [output.tokens for output in outputs]
 
 
-def distil(prompts: Sequence[str], steps: int, folder: pathlib.Path) -> ModelDrafter:
+def distil(
+    prompts: Sequence[str], steps: int, folder: pathlib.Path, masks: int = 0
+) -> LanguageModel:
     """Returns a new drafter that learned the target's outputs for these sources."""
     names = {"source": prompts[200:], "validation": prompts[:200]}
     for name, lines in names.items():
@@ -91,10 +98,10 @@ def distil(prompts: Sequence[str], steps: int, folder: pathlib.Path) -> ModelDra
     command += [f"--{name}_files={folder / name}" for name in names]
     command += [f"--drafter_shape={SHAPE}", f"--steps={steps}", "--batch_tokens=2048"]
     # Few programs; longer sentences, of which there are few, are left out.
-    command += ["--buckets=16,32", "--max_new_tokens=32"]
-    subprocess.run([*command, f"--output_dir={folder / 'run'}"], check=True)
-    model = loader.load(folder / "run" / "model", "float32", say=lambda line: None)
-    return ModelDrafter(model)
+    command += ["--buckets=16,32", "--max_new_tokens=32", f"--masks={masks}"]
+    run = folder / f"run{masks}"
+    subprocess.run([*command, f"--output_dir={run}"], check=True)
+    return loader.load(run / "model", "float32", say=lambda line: None)
 
 
 def train_heads(

@@ -43,7 +43,7 @@ STAGES: dict[str, Stage] = {
     ),
     "learning": Stage(
         "whole jobs in batches of 8, γ = 4, over plain decoding",
-        (6, 1.5),
+        (10, 0),
         learning.measure_learning,
         learning.format_learning,
     ),
