@@ -34,6 +34,7 @@ _READER_OF = {kind: reader for reader in _READERS for kind in reader.ARCHITECTUR
 WRITERS: dict[str, Any] = {
     "t5": huggingface_t5,
     "gpt": huggingface_gpt,
+    "bart": huggingface_bart,
     "gemma": huggingface_gemma,
     "t5gemma": huggingface_gemma,
 }
@@ -187,7 +188,10 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, repor
     ids |= {name: checkpoint.start_token for name in writer.START}
     prompts = checkpoint.config.decoder_only
     files = huggingface_folders.make_files(checkpoint.vocabulary, prompts)
-    files["config.json"] = options = writer.make_options(checkpoint.config, dtype) | ids
+    options = writer.make_options(checkpoint.config, dtype)
+    ids["pad_token_id"] = options.get("pad_token_id", ids["pad_token_id"])
+    tensors = writer.rename_parameters(checkpoint.parameters, checkpoint.config)
+    files["config.json"] = options = options | ids
     for part in _PARTS:
         if part in options:
             options[part] = options[part] | ids
@@ -195,5 +199,4 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, repor
     for name, content in files.items():
         is_text = not isinstance(content, bytes)
         write_file(folder / name, json.dumps(content, indent=1) + "\n" if is_text else content)
-    tensors = writer.rename_parameters(checkpoint.parameters)
     safetensors_files.write_folder(tensors, dtype, folder, report)

@@ -68,6 +68,8 @@ _FIELDS = {
     "pad_id": "pad_token_id",
     "logits_via_embedding": "tie_word_embeddings",
 }
+# Options of the decoder that have to be the encoder's.
+_SAME_FIELDS = {"num_heads": "decoder_attention_heads", "mlp_dim": "decoder_ffn_dim"}
 # The classes' own defaults.
 _DEFAULTS = {
     "vocab_size": 50265,
@@ -91,6 +93,7 @@ class _Kind(NamedTuple):
       make_positions: `(numbers of rows, D, id of padding)` -> these rows of the table where the
         file has none; None: the file's, without its first two rows.
       activation: the default of config.json.
+      stores_positions: whether a file may have a table; M2M-100's class always makes its own.
     """
 
     norm_place: str
@@ -98,6 +101,7 @@ class _Kind(NamedTuple):
     logits_bias: bool
     make_positions: Callable[[np.ndarray, int, int], np.ndarray] | None
     activation: str = "gelu"
+    stores_positions: bool = True
 
 
 def _make_halves(rows: np.ndarray, width: int, pad: int) -> np.ndarray:
@@ -120,7 +124,7 @@ _KINDS = {
     "mbart": _Kind("pre", True, True, None),
     "marian": _Kind("post", False, True, _make_halves),
     "pegasus": _Kind("pre", False, True, _make_halves),
-    "m2m_100": _Kind("pre", False, False, _make_m2m, "relu"),
+    "m2m_100": _Kind("pre", False, False, _make_m2m, "relu", stores_positions=False),
 }
 
 
@@ -138,11 +142,10 @@ def _read_config(path: AnyPath, options: dict) -> BartConfig:
     defaults = _DEFAULTS | _OTHER_SIZES.get(options["model_type"], {})
     defaults["scale_embedding"] = options["model_type"] == "m2m_100"
     fields: dict[str, Any] = read_fields(options, _FIELDS, defaults)
-    others = dict(num_heads="decoder_attention_heads", mlp_dim="decoder_ffn_dim")
-    for name, value in read_fields(options, others, defaults).items():
+    for name, value in read_fields(options, _SAME_FIELDS, defaults).items():
         if value != fields[name]:
             expected = f"{_FIELDS[name]} = {quote_value(fields[name])}"
-            raise mismatch_error(f"{path}: {others[name]}", quote_value(value), expected)
+            raise mismatch_error(f"{path}: {_SAME_FIELDS[name]}", quote_value(value), expected)
     if not _shares_embedding(path, options):
         fields["encoder_vocab_size"] = fields["vocab_size"]
         fields["vocab_size"] = options.get("decoder_vocab_size") or fields["vocab_size"]
@@ -154,6 +157,48 @@ def _read_config(path: AnyPath, options: dict) -> BartConfig:
         logits_bias=kind.logits_bias,
     )
     return build(BartConfig, fields, path, _FIELDS)
+
+
+def make_options(config: BartConfig, dtype: str) -> dict[str, Any]:
+    """Returns the contents of a config.json for `config`: the inverse of what `open_model` reads.
+
+    Raises:
+      ValueError: Hugging Face has no such model.
+    """
+    kind = _find_kind(config)
+    names = [name for name, known in _ACTIVATIONS.items() if known == config.mlp_activation]
+    if not names:
+        expected = f"one of {', '.join(dict.fromkeys(_ACTIVATIONS.values()))}"
+        got = f"'huggingface' for the activation {config.mlp_activation!r}"
+        raise mismatch_error("format", got, expected)
+    options = {
+        "model_type": kind,
+        "architectures": [ARCHITECTURES[kind][0]],
+        "is_encoder_decoder": True,
+        **{theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()},
+        **{theirs: getattr(config, ours) for ours, theirs in _SAME_FIELDS.items()},
+        "vocab_size": config.input_vocab_size,
+        "activation_function": names[0],
+        "dropout": config.dropout_rate,
+        "torch_dtype": dtype,
+    }
+    if kind == "marian":
+        options["share_encoder_decoder_embeddings"] = config.shares_vocabulary
+        options["decoder_vocab_size"] = config.vocab_size
+    return options
+
+
+def _find_kind(config: BartConfig) -> str:
+    """Returns the `model_type` of a model; raises ValueError if Hugging Face has none for it."""
+    for name, kind in _KINDS.items():
+        parts = kind.norm_place, kind.embedding_norm, kind.logits_bias
+        if parts == (config.norm_place, config.embedding_norm, config.logits_bias):
+            if config.shares_vocabulary or name == "marian":
+                return name
+    fields = "norm_place", "embedding_norm", "logits_bias", "encoder_vocab_size"
+    got = ", ".join(f"{name}={getattr(config, name)!r}" for name in fields)
+    expected = f"those of one of {', '.join(_KINDS)}"
+    raise mismatch_error("format", f"'huggingface' for {got}", expected)
 
 
 def _shares_embedding(path: AnyPath, options: dict) -> bool:
@@ -275,3 +320,70 @@ def _read_positions(
 def _take(tensor: StoredTensor, rows: int | slice, shape: tuple[int, ...]) -> StoredTensor:
     """Returns a part of a tensor, which is read whole for it."""
     return StoredTensor.from_function(shape, lambda dtype: tensor.load(dtype)[rows], tensor.dtype)
+
+
+def rename_parameters(parameters: Parameters, config: BartConfig) -> Parameters:
+    """Returns our parameters as Hugging Face's tensors, by their names.
+
+    Raises:
+      ValueError: a table of positions is not the one that Hugging Face's class makes.
+    """
+    kind, renamed = _KINDS[_find_kind(config)], {}
+    for name, tensor in parameters.items():
+        if name == "decoder/logits_bias":
+            renamed[_BIAS] = _write_bias(tensor)
+        elif name == "decoder/logits_dense/kernel":
+            renamed[_HEAD] = tensor.transposed()
+        elif name == "encoder_embedder/embedding":
+            renamed[f"model.{_ENCODER}"] = tensor
+        elif name == "token_embedder/embedding":
+            renamed |= {f"model.{theirs}": tensor for theirs in _list_embeddings(config)}
+        elif not name.endswith("position_embedder/embedding"):
+            turned = tensor.transposed() if name.endswith("/kernel") else tensor
+            renamed[f"model.{tensor_name(name)}"] = turned
+        elif not kind.stores_positions:
+            _check_positions(name, tensor, config, kind)
+        else:
+            stored = _add_rows(tensor) if kind.make_positions is None else tensor
+            renamed[f"model.{name.split('/')[0]}.{_POSITIONS}"] = stored
+    return renamed
+
+
+def _list_embeddings(config: BartConfig) -> tuple[str, ...]:
+    """Returns the tensors that hold the decoder's embedding.
+
+    Where the head is not tied to the embedding, transformers does not tie the stacks' to each other
+    either.
+    """
+    if not config.shares_vocabulary:
+        return (_DECODER,)
+    return _EMBEDDINGS[:1] if config.logits_via_embedding else _EMBEDDINGS
+
+
+def _write_bias(bias: StoredTensor) -> StoredTensor:
+    """Returns the bias of the logits as one row."""
+    return StoredTensor.from_function(
+        (1, *bias.shape), lambda dtype: bias.load(dtype)[None], bias.dtype
+    )
+
+
+def _add_rows(table: StoredTensor) -> StoredTensor:
+    """Returns a table of positions after the two rows that BART and mBART do not use."""
+    shape = (table.shape[0] + 2, table.shape[1])
+
+    def make(dtype: np.dtype) -> np.ndarray:
+        return np.concatenate([np.zeros((2, shape[1]), dtype), table.load(dtype)])
+
+    return StoredTensor.from_function(shape, make, table.dtype)
+
+
+def _check_positions(name: str, table: StoredTensor, config: BartConfig, kind: _Kind) -> None:
+    """Raises ValueError unless a table of positions is the one that the class's formula makes."""
+    assert kind.make_positions is not None
+    made = kind.make_positions(np.arange(config.num_positions), config.emb_dim, config.pad_id)
+    # Processors differ in the last bits of sines; bfloat16 and float16 round them.
+    most = 2**-8 if table.dtype == "bfloat16" else 2**-10
+    if not np.abs(table.load("float32") - made).max() <= most:
+        got = f"'huggingface' for an M2M-100 whose {name} was trained or rounded"
+        expected = "the sines of the class, which are not stored there, or 'specdec'"
+        raise mismatch_error("format", got, expected)

@@ -284,12 +284,11 @@ def _rename_tensors(folder: AnyPath, config: GemmaConfig, given: Parameters) -> 
     return renamed | tensors
 
 
-def rename_parameters(parameters: Parameters) -> Parameters:
+def rename_parameters(parameters: Parameters, config: GemmaConfig) -> Parameters:
     """Returns our parameters as Hugging Face's tensors, by their names."""
-    decoder_only = not any(name.startswith("encoder/") for name in parameters)
     renamed = {}
     for name, tensor in parameters.items():
-        theirs = tensor_name(name, decoder_only)
+        theirs = tensor_name(name, config.decoder_only)
         theirs = theirs if theirs in _HEADS else f"model.{theirs}"
         renamed[theirs] = tensor.transposed() if name.endswith("/kernel") else tensor
     return renamed

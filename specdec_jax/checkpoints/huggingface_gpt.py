@@ -115,7 +115,7 @@ def tensor_name(name: str) -> str:
     return f"h.{layer.removeprefix('layers_')}.{_PLACES[place]}.{last}"
 
 
-def rename_parameters(parameters: Parameters) -> Parameters:
+def rename_parameters(parameters: Parameters, config: GPTConfig) -> Parameters:
     """Returns our parameters as Hugging Face's tensors, by their names."""
     renamed = {}
     for name, tensor in parameters.items():

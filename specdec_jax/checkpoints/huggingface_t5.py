@@ -168,7 +168,7 @@ def _rename_tensors(tensors: Parameters, config: T5Config, places: dict[str, str
     return renamed | {name: tensor for name, tensor in tensors.items() if name not in used}
 
 
-def rename_parameters(parameters: Parameters) -> Parameters:
+def rename_parameters(parameters: Parameters, config: T5Config) -> Parameters:
     """Returns our parameters as Hugging Face's tensors, by their names."""
     return {tensor_name(name): _transpose_weight(name, it) for name, it in parameters.items()}
 

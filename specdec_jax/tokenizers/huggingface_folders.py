@@ -17,6 +17,7 @@ from specdec_jax.tokenizers.folder_options import (
     special_token,
     token_text,
 )
+from specdec_jax.tokenizers.piece_tables import PieceTableVocabulary
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 _T5 = ("T5Tokenizer", "MT5Tokenizer")  # the second was a name of the first until transformers 5
@@ -255,11 +256,15 @@ def make_files(vocabulary: Vocabulary | None, prompts: bool = False) -> dict[str
     options: dict[str, Any] = {name: vocabulary.piece(i) for name, i in ids.items()}
     if isinstance(vocabulary, vocabularies.TokenizerJsonVocabulary):
         options["tokenizer_class"] = "PreTrainedTokenizerFast"
-        if vocabulary.frame is None and not prompts:
+        if vocabulary.languages is not None:
+            options |= piece_folders.name_class(vocabulary)
+        elif vocabulary.frame is None and not prompts:
             # transformers puts no EOS after an input by itself.
             vocabulary = copy.copy(vocabulary)
             vocabulary.reframe([], [vocabulary.piece(vocabulary.eos_ids[0])])
         return {"tokenizer.json": vocabulary.text.encode("utf-8"), "tokenizer_config.json": options}
+    if isinstance(vocabulary, PieceTableVocabulary) and not prompts:
+        return piece_folders.make_files(vocabulary)
     kinds = vocabularies.SentencePieceVocabulary | vocabularies.ByteVocabulary
     if prompts or not isinstance(vocabulary, kinds):
         # transformers' classes for these put an EOS after every text.

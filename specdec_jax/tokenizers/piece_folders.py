@@ -1,5 +1,7 @@
-"""Reads the tokenizers of Marian, M2M-100, mBART, NLLB and Pegasus from SentencePiece models."""
+"""Reads and writes the tokenizers of Marian, M2M-100, mBART, NLLB and Pegasus."""
 
+import base64
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -11,11 +13,19 @@ from specdec_jax.tokenizers import languages
 from specdec_jax.tokenizers.folder_options import added_tokens, read_flag, special_token
 from specdec_jax.tokenizers.languages import Languages
 from specdec_jax.tokenizers.piece_tables import PieceTableVocabulary
-from specdec_jax.tokenizers.vocabularies import TOKENIZER_BYTES, SentencePieceVocabulary
+from specdec_jax.tokenizers.vocabularies import (
+    TOKENIZER_BYTES,
+    SentencePieceVocabulary,
+    Vocabulary,
+)
 
 _FAIRSEQ, _PEGASUS = "sentencepiece.bpe.model", "spiece.model"
 _EOS, _UNK, _PAD = "</s>", "<unk>", "<pad>"
+_USUAL = {"eos_token": _EOS, "unk_token": _UNK, "pad_token": _PAD}
 _OFFSET = 103  # of Pegasus: ids before those of the model's pieces
+_PEGASUS_SPECIAL = ["<mask_1>", "<mask_2>", *(f"<unk_{i}>" for i in range(2, _OFFSET))]
+_M2M = "M2M100Tokenizer"
+_M2M_SETS = {"m2m100": languages.M2M_100, "wmt21": languages.WMT21}  # by `language_codes`
 
 
 class _Kind(NamedTuple):
@@ -39,7 +49,7 @@ LANGUAGES = {
     "MBart50Tokenizer": _Kind(
         "before", "first", r"([a-z]{2}_[A-Z]{2})", languages.MBART + languages.MBART_50
     ),
-    "M2M100Tokenizer": _Kind("before", "first", r"__([a-z_]+)__", languages.M2M_100),
+    _M2M: _Kind("before", "first", r"__([a-z_]+)__", languages.M2M_100),
 }
 
 
@@ -97,16 +107,15 @@ def open_folder(folder: AnyPath, options: dict, kind: str) -> PieceTableVocabula
         return _open_marian(folder, options)
     if kind == "PegasusTokenizer":
         return _open_pegasus(folder, options)
-    if kind == "M2M100Tokenizer" and (folder / "vocab.json").exists():
+    if kind == _M2M and (folder / "vocab.json").exists():
         return _open_m2m(folder, options)
     # Models of NLLB have the class of M2M-100's.
-    return _open_fairseq(folder, options, "NllbTokenizer" if kind == "M2M100Tokenizer" else kind)
+    return _open_fairseq(folder, options, "NllbTokenizer" if kind == _M2M else kind)
 
 
 def _read_names(folder: AnyPath, options: dict) -> dict[str, str]:
     """Returns the tokens that end, pad or stand for what is unknown."""
-    usual = {"eos_token": _EOS, "unk_token": _UNK, "pad_token": _PAD}
-    return {name: special_token(folder, options, name) or usual[name] for name in usual}
+    return {name: special_token(folder, options, name) or _USUAL[name] for name in _USUAL}
 
 
 _Made = TypeVar("_Made", PieceTableVocabulary, SentencePieceVocabulary)
@@ -165,14 +174,19 @@ def _open_marian(folder: AnyPath, options: dict) -> PieceTableVocabulary:
 def _open_m2m(folder: AnyPath, options: dict) -> PieceTableVocabulary:
     """Returns M2M-100's vocabulary: a table, and languages after it."""
     file, pieces = folder / "vocab.json", _read_pieces(folder / "vocab.json")
-    sets = {"m2m100": languages.M2M_100, "wmt21": languages.WMT21}
     name = options.get("language_codes", "m2m100")
-    if not isinstance(name, str) or name not in sets:
+    if not isinstance(name, str) or name not in _M2M_SETS:
         path = folder / "tokenizer_config.json"
-        expected = f"one of {', '.join(sets)}"
+        expected = f"one of {', '.join(_M2M_SETS)}"
         raise mismatch_error(f"{path}: language_codes", quote_value(name), expected)
-    tokens = {f"__{code}__": len(pieces) + i for i, code in enumerate(sets[name])}
-    return _finish(folder, options, "M2M100Tokenizer", file, pieces | tokens, after_unknown="")
+    table = _number_m2m(pieces, name)
+    return _finish(folder, options, _M2M, file, table, after_unknown="")
+
+
+def _number_m2m(pieces: dict[str, int], name: str) -> dict[str, int]:
+    """Returns the ids of M2M-100's tokens, from its vocab.json and the name of its languages."""
+    codes = _M2M_SETS[name]
+    return pieces | {f"__{code}__": i for i, code in enumerate(codes, len(pieces))}
 
 
 def _open_fairseq(folder: AnyPath, options: dict, kind: str) -> PieceTableVocabulary:
@@ -185,11 +199,16 @@ def _open_fairseq(folder: AnyPath, options: dict, kind: str) -> PieceTableVocabu
     if pieces[:3] != ["<unk>", "<s>", "</s>"]:
         got = f"a model whose first pieces are {quote_value(pieces[:3])}"
         raise mismatch_error(file, got, "<unk>, <s> and </s>")
+    return _finish(folder, options, kind, file, _number_fairseq(pieces, kind))
+
+
+def _number_fairseq(pieces: list[str], kind: str) -> dict[str, int]:
+    """Returns the ids of mBART's or NLLB's tokens, from its model's pieces."""
     table = {"<s>": 0, _PAD: 1, _EOS: 2, _UNK: 3}
     table |= {piece: i for i, piece in enumerate(pieces[3:], 4)}
     codes = LANGUAGES[kind].codes
     table |= {code: i for i, code in enumerate(codes, len(pieces) + 1)}
-    return _finish(folder, options, kind, file, table | {"<mask>": len(pieces) + 1 + len(codes)})
+    return table | {"<mask>": len(pieces) + 1 + len(codes)}
 
 
 def _list_pieces(file: AnyPath) -> list[str]:
@@ -217,20 +236,85 @@ def _finish(
     return _make(file, make, table | added, model, model=_FAIRSEQ, **given)
 
 
+def name_class(vocabulary: Vocabulary) -> dict[str, Any]:
+    """Returns what a tokenizer_config.json says of a vocabulary's languages.
+
+    Raises:
+      ValueError: no class has such languages.
+    """
+    languages = vocabulary.languages
+    assert languages is not None
+    token = vocabulary.piece(next(iter(languages.codes.values())))
+    for kind, known in LANGUAGES.items():
+        if languages.target == known.target and re.fullmatch(known.pattern, token):
+            options: dict[str, Any] = {"tokenizer_class": kind}
+            if languages.default is not None:
+                options["src_lang"] = languages.default
+            if languages.source != known.source:
+                options["legacy_behaviour"] = True
+            return options
+    expected = f"those of one of {', '.join(LANGUAGES)}"
+    raise mismatch_error("vocabulary", f"languages such as {quote_value(token)}", expected)
+
+
+def make_files(vocabulary: PieceTableVocabulary) -> dict[str, Any]:
+    """Returns the files from which `open_folder` makes the same vocabulary.
+
+    Returns:
+      By name, the bytes of a file or the contents of a JSON file.
+
+    Raises:
+      ValueError: no class has such languages.
+    """
+    content = json.loads(vocabulary.text)
+    table, source = content["pieces"], base64.b64decode(content["source_spm"])
+    options: dict[str, Any] = {name: content[name] for name in _USUAL}
+    if content["marian_codes"]:
+        options["tokenizer_class"] = "MarianTokenizer"
+        other = content["target_spm"]
+        target = source if other is None else base64.b64decode(other)
+        files = {"vocab.json": table, "source.spm": source, "target.spm": target}
+        if content["target_pieces"] is not None:
+            options["separate_vocabs"] = True
+            files["target_vocab.json"] = content["target_pieces"]
+        return files | {"tokenizer_config.json": options}
+    file = _PEGASUS if vocabulary.languages is None else _FAIRSEQ
+    files, pieces = {file: source}, SentencePieceVocabulary(source, needs_eos=False).list_pieces()
+    if vocabulary.languages is None:
+        options["tokenizer_class"] = "PegasusTokenizer"
+        own = _number_pegasus(pieces)
+    elif (named := name_class(vocabulary))["tokenizer_class"] == _M2M:
+        first = min(vocabulary.languages.codes.values())
+        files["vocab.json"] = {piece: i for piece, i in table.items() if i < first}
+        code = next(code for code, i in vocabulary.languages.codes.items() if i == first)
+        name = next(name for name, codes in _M2M_SETS.items() if codes[0] == code)
+        options |= named | {"language_codes": name}
+        own = _number_m2m(files["vocab.json"], name)
+    else:
+        options |= named
+        own = _number_fairseq(pieces, named["tokenizer_class"])
+    usual = dict(lstrip=False, normalized=False, rstrip=False, single_word=False, special=True)
+    added = {str(i): {"content": token} | usual for token, i in table.items() if token not in own}
+    return files | {"tokenizer_config.json": options | {"added_tokens_decoder": added}}
+
+
 def _open_pegasus(folder: AnyPath, options: dict) -> PieceTableVocabulary:
     """Returns Pegasus' vocabulary: tokens of its training, and then the model's pieces."""
     file, path = folder / _PEGASUS, folder / "tokenizer_config.json"
     if options.get("offset", _OFFSET) != _OFFSET:
         raise mismatch_error(f"{path}: offset", quote_value(options["offset"]), f"{_OFFSET}")
-    pieces = _list_pieces(file)
-    special = ["<mask_1>", "<mask_2>", *(f"<unk_{i}>" for i in range(2, _OFFSET))]
-    table = {token: i for i, token in enumerate([_PAD, _EOS, *special])}
-    table |= {piece: i for i, piece in enumerate(pieces, _OFFSET) if piece not in table}
+    table = _number_pegasus(_list_pieces(file))
     added = _list_added(folder, options, table)
     given: dict[str, Any] = _read_names(folder, options)
-    given["special"] = [*special, *added]
+    given["special"] = [*_PEGASUS_SPECIAL, *added]
     make = PieceTableVocabulary.make
     return _make(file, make, table | added, _read_bytes(file), model=_PEGASUS, **given)
+
+
+def _number_pegasus(pieces: list[str]) -> dict[str, int]:
+    """Returns the ids of Pegasus' tokens, from its model's pieces."""
+    table = {token: i for i, token in enumerate([_PAD, _EOS, *_PEGASUS_SPECIAL])}
+    return table | {piece: i for i, piece in enumerate(pieces, _OFFSET) if piece not in table}
 
 
 def _list_added(folder: AnyPath, options: dict, table: dict[str, int]) -> dict[str, int]:

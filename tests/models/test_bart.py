@@ -20,6 +20,7 @@ import specdec_jax as sd
 from specdec_jax.analysis.agreement import agreement
 from specdec_jax.checkpoints import huggingface_bart, native_format
 from specdec_jax.drafters.assisted import AssistedNGramDrafter
+from specdec_jax.models import parameters
 from specdec_jax.models.bart import BartConfig
 from specdec_jax.tokenizers import huggingface_folders, piece_tables
 
@@ -98,9 +99,134 @@ def test_what_is_saved_is_loaded_again(dtype, tmp_path):
     assert again.config == target.config and again.quantized == (dtype == "int8")
     if dtype == "float32":
         np.testing.assert_array_equal(found.tokens, expected.tokens)
-    for form in ("huggingface", "t5x"):
-        with pytest.raises(ValueError, match=f"format: got '{form}' for a BartConfig"):
-            sd.save(target, tmp_path / form, format=form)
+    with pytest.raises(ValueError, match="format: got 't5x' for a BartConfig"):
+        sd.save(target, tmp_path / "t5x", format="t5x")
+
+
+def export(model, folder):
+    """Writes Hugging Face's folder of a model, and returns its path."""
+    sd.save(model, folder, format="huggingface", say=lambda line: None)
+    return folder
+
+
+def rebuild(name, change=lambda key, array: array, **fields):
+    """Returns a golden model with other fields, whose parameters went through `change`."""
+    model = load(name)
+    config, flat = model.config.replace(**fields), parameters.flatten(model.params)
+    if "decoder/logits_dense/kernel" in parameters.parameter_shapes(config):
+        flat["decoder/logits_dense/kernel"] = 0.5 * flat["token_embedder/embedding"].T
+    params = {key: change(key, flat[key]) for key in parameters.parameter_shapes(config)}
+    ids = dict(start_token=model.start_token, eos_ids=model.eos_ids)
+    defaults = dict(generation_config=model.generation_config)
+    return sd.LanguageModel(config, parameters.unflatten(params), **ids, **defaults)
+
+
+def move_positions(key, array):
+    return array + 0.25 if key.endswith("position_embedder/embedding") else array
+
+
+def assert_same(found, expected):
+    assert found.config == expected.config
+    assert (found.start_token, found.eos_ids) == (expected.start_token, expected.eos_ids)
+    assert found.generation_config == expected.generation_config
+    ours, theirs = (parameters.flatten(model.params) for model in (expected, found))
+    assert ours.keys() == theirs.keys()
+    for key, array in ours.items():
+        np.testing.assert_array_equal(theirs[key], array, err_msg=key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_converted_is_loaded_again(name, tmp_path):
+    source = GOLDEN / "hf_bart" / name
+    sd.convert(source, tmp_path / "hf", format="huggingface", say=lambda line: None)
+    assert_same(sd.load(tmp_path / "hf", "float32", say=lambda line: None), load(name))
+
+
+CHANGED = {
+    "a head of its own": ("bart", dict(logits_via_embedding=False)),
+    "a head beside two embeddings": ("marian_separate", dict(logits_via_embedding=False)),
+    "another activation": ("mbart", dict(mlp_activation="gelu")),
+    "learned positions": ("marian", dict(change=move_positions)),
+}
+
+
+@parametrize("case", CHANGED, first=2)
+def test_what_was_changed_is_exported_too(case, tmp_path):
+    name, changes = CHANGED[case]
+    model = rebuild(name, **changes)
+    assert_same(sd.load(export(model, tmp_path / "hf"), "float32", say=lambda line: None), model)
+
+
+def test_positions_in_bfloat16_are_those_of_the_formula(tmp_path):
+    folder = GOLDEN / "hf_bart" / "m2m_100"
+    rounded = sd.load(folder, "bfloat16", say=lambda line: None)
+    again = sd.load(export(rounded, tmp_path / "hf"), "float32", say=lambda line: None)
+    key = "encoder/position_embedder/embedding"
+    made, expected = (parameters.flatten(model.params)[key] for model in (again, load("m2m_100")))
+    np.testing.assert_array_equal(made, expected)
+
+
+CANNOT = {
+    "positions that were trained": (
+        "m2m_100",
+        dict(change=move_positions),
+        "for an M2M-100 whose decoder/position_embedder/embedding was trained .*, expected the s",
+    ),
+    "norms of no class": (
+        "bart",
+        dict(embedding_norm=False, logits_bias=False),
+        "'huggingface' for norm_place='post', embedding_norm=False, logits_bias=False, .* bart, mb",
+    ),
+    "two embeddings": (
+        "marian_separate",
+        dict(norm_place="pre"),
+        "encoder_vocab_size=48, expected those of one of bart",
+    ),
+}
+
+
+@parametrize("case", CANNOT, first=1)
+def test_what_cannot_be_exported_is_rejected(case, tmp_path):
+    name, changes, expected = CANNOT[case]
+    if changes.get("norm_place") == "pre":
+        config = load(name).config.replace(**changes)
+        model = sd.LanguageModel.random(config, eos_ids=(0,))
+    else:
+        model = rebuild(name, **changes)
+    with pytest.raises(ValueError, match=expected) as caught:
+        export(model, tmp_path / "hf")
+    assert len(str(caught.value).splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+UNTIED = [(name, dict(logits_via_embedding=False)) for name in NAMES]
+LEARNED = [(name, dict(change=move_positions)) for name in ("bart", "marian", "pegasus")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, changes", [*((name, {}) for name in NAMES), *UNTIED, *LEARNED])
+def test_transformers_reads_what_is_exported(name, changes, tmp_path):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    model = rebuild(name, **changes)
+    read = transformers.AutoModelForSeq2SeqLM.from_pretrained
+    folder = export(model, tmp_path / "hf")
+    theirs, info = read(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    numbers = golden(name)
+    arrays = numbers["inputs"], numbers["decoder_tokens"], numbers["input_lengths"]
+    inputs, fed = (torch.tensor(array).long() for array in arrays[:2])
+    mask = (torch.arange(inputs.shape[1]) < torch.tensor(arrays[2])[:, None]).long()
+    with torch.no_grad():
+        found = theirs.eval()(input_ids=inputs, attention_mask=mask, decoder_input_ids=fed).logits
+    expected = np.asarray(model.logits(*arrays))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    with torch.no_grad():
+        made = theirs.generate(input_ids=inputs, attention_mask=mask)[:, 1:].numpy()
+    assert theirs.generation_config.decoder_start_token_id == model.start_token
+    if not changes:  # with the defaults that were written, beams of the golden file
+        for row, tokens in zip(made, numbers["beams"]):
+            count = np.count_nonzero(tokens >= 0)
+            np.testing.assert_array_equal(row[:count], tokens[:count])
 
 
 def test_inputs_and_outputs_have_as_many_tokens_as_there_are_positions():

@@ -43,6 +43,60 @@ def test_what_is_written_is_read_again(name, tmp_path):
     assert [again.encode_input(line) for line in LINES[:20]] == case["ids"][:20]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_hugging_faces_files_are_written(name, tmp_path):
+    """Read again, they make the same vocabulary, with its languages and added tokens."""
+    given = dict(src_lang=CASES[name]["source"]) if CASES[name]["source"] else {}
+    vocabulary = open_vocabulary(name, tmp_path / "given", **given)
+    assert_written(vocabulary, tmp_path / "written", CASES[name]["model_type"])
+
+
+def assert_written(vocabulary, folder, model_type):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    for file, content in huggingface_folders.make_files(vocabulary).items():
+        is_text = not isinstance(content, bytes)
+        data = json.dumps(content).encode() if is_text else content
+        (folder / file).write_bytes(data)
+    again = huggingface_folders.open_folder(folder, (0,))
+    assert again.fingerprint() == vocabulary.fingerprint()
+    assert again.languages == vocabulary.languages and again.frame == vocabulary.frame
+    assert [again.encode(line) for line in LINES[:40]] == [
+        vocabulary.encode(line) for line in LINES[:40]
+    ]
+    if isinstance(vocabulary, PieceTableVocabulary):
+        assert json.loads(again.text) == json.loads(vocabulary.text)
+
+
+# transformers 5.24 has <unk> for every language of an NLLB without a tokenizer.json.
+READ = [name for name in CASES if name not in ("nllb", "nllb legacy")]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Marian's class recommends sacremoses, which it never uses
+@pytest.mark.parametrize("name", READ)
+def test_transformers_reads_what_is_written(name, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    case = CASES[name]
+    given = dict(src_lang=case["source"]) if case["source"] else {}
+    vocabulary = open_vocabulary(name, tmp_path / "given", **given)
+    assert_written(vocabulary, tmp_path / "written", case["model_type"])
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "written")
+    code = f">>{case['target']}<< " if name == "marian" else ""
+    assert [theirs(code + line).input_ids for line in LINES] == case["ids"]
+    if case["target_ids"]:
+        assert [theirs(text_target=line).input_ids for line in LINES] == case["target_ids"]
+
+
+@pytest.mark.parametrize("name", ["m2m_100", "nllb", "pegasus"])
+def test_added_tokens_are_written(name, tmp_path):
+    size = open_vocabulary(name, tmp_path / "plain").size
+    added = {str(size + 1): {"content": "<new>"}, str(size): {"content": "<other>"}}
+    vocabulary = open_vocabulary(name, tmp_path / "given", added_tokens_decoder=added)
+    assert vocabulary.size == size + 2
+    assert_written(vocabulary, tmp_path / "written", CASES[name]["model_type"])
+
+
 @pytest.mark.parametrize("name", TRANSLATING)
 def test_an_input_without_a_language_is_rejected(name, tmp_path):
     case, vocabulary = CASES[name], open_vocabulary(name, tmp_path)
