@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from golden_languages import copy_folder, open_vocabulary, read_records
+from golden_languages import copy_folder, make_model, open_vocabulary, read_records
 
+import specdec_jax as sd
 from specdec_jax.checkpoints import native_format
 from specdec_jax.tokenizers import huggingface_folders
 from specdec_jax.tokenizers.languages import Languages
@@ -66,6 +67,17 @@ def assert_written(vocabulary, folder, model_type):
     ]
     if isinstance(vocabulary, PieceTableVocabulary):
         assert json.loads(again.text) == json.loads(vocabulary.text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_is_exported_with_its_languages(name, tmp_path):
+    model = make_model(name, tmp_path / "given")
+    sd.save(model, tmp_path / "hf", format="huggingface", say=lambda line: None)
+    again = sd.load(tmp_path / "hf", "float32", say=lambda line: None)
+    assert again.fingerprint == model.fingerprint
+    assert again.vocabulary.fingerprint() == model.vocabulary.fingerprint()
+    assert again.vocabulary.languages == model.vocabulary.languages
 
 
 # transformers 5.24 has <unk> for every language of an NLLB without a tokenizer.json.
