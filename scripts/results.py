@@ -120,12 +120,13 @@ def explain_absence(part: Mapping[str, Any]) -> str:
     return part.get("skipped") or part.get("failed") or "not measured yet"
 
 
-def note_conditions(record: Mapping[str, Any], part: Mapping[str, Any]) -> str:
+def note_conditions(record: Mapping[str, Any], part: Mapping[str, Any], timed: bool) -> str:
     """Returns what a reader of a stage's figures should know, in parentheses.
 
-    More than one and a half processes a core, before a stage, are mostly those of other programs.
+    More than one and a half processes a core, before a stage, are mostly those of other programs,
+    which matter where the figures are times.
     """
-    busy = part.get("load", 0) > 1.5 * record["machine"]["cores"]
+    busy = timed and part.get("load", 0) > 1.5 * record["machine"]["cores"]
     notes = ["`--quick`"] * was_quick(part) + ["on a busy machine"] * busy
     return f" ({', '.join(notes)})" if notes else ""
 
@@ -193,7 +194,7 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
     records = [one for one in records if stage in one["stages"] or one in other]
     for record in records:
         part = record["stages"].get(stage, {})
-        head = name_machine(record) + note_conditions(record, part)
+        head = name_machine(record) + note_conditions(record, part, STAGES[stage].timed)
         rows = part.get("rows", {})
         if "*" in text:  # brief cells, a column for each text
             show = STAGES[stage].brief

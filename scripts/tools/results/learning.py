@@ -27,7 +27,7 @@ def measure_learning(settings: Settings) -> Rows:
     too, and the bundled pair on dialogues.
     """
     if settings.quick:
-        raise Skipped("needs long jobs, of a run in full")
+        raise Skipped("measured by a run in full only: a job has to take minutes")
     target = make_random("t5_1_1/base")
     shape = target.config.replace(num_encoder_layers=1, num_decoder_layers=2, **_DRAFTER)
     drafter = ModelDrafter(LanguageModel.random(shape, eos_ids=(), seed=1))

@@ -37,6 +37,7 @@ class Stage(NamedTuple):
       measure: returns the rows.
       format: returns a row as the cell of a table.
       brief: the same for tables with a column for each text.
+      timed: whether the figures depend on what else the machine does.
     """
 
     title: str
@@ -44,3 +45,4 @@ class Stage(NamedTuple):
     measure: Callable[[Settings], Rows]
     format: Callable[[Row], str]
     brief: Callable[[Row], str] = str
+    timed: bool = True

@@ -21,23 +21,23 @@ _OVER_PLAIN = "one sentence at a time, over plain"
 
 STAGES: dict[str, Stage] = {
     "pair": Stage(
-        "bundled pair, one sentence at a time", (8, 0.8), pair.measure_pair, format_speed
+        "bundled pair, one sentence at a time", (3.5, 0.8), pair.measure_pair, format_speed
     ),
-    "steps": Stage("one row", (1, 0.5), pair.measure_steps, format_step),
-    "texts": Stage(_OVER_PLAIN, (10, 1.5), pair.measure_texts, format_speed),
-    "drafters": Stage(_OVER_PLAIN, (25, 4), pair.measure_drafters, format_speed, format_brief),
-    "policies": Stage(_OVER_PLAIN, (6, 0.7), pair.measure_policies, format_speed),
-    "cascades": Stage(_OVER_PLAIN, (4, 1), pair.measure_cascades, format_speed),
-    "only": Stage(_OVER_PLAIN, (11, 1.5), only.measure_only, format_speed),
+    "steps": Stage("one row", (1.5, 1), pair.measure_steps, format_step),
+    "texts": Stage(_OVER_PLAIN, (5, 1.5), pair.measure_texts, format_speed),
+    "drafters": Stage(_OVER_PLAIN, (18, 4), pair.measure_drafters, format_speed, format_brief),
+    "policies": Stage(_OVER_PLAIN, (5, 0.7), pair.measure_policies, format_speed),
+    "cascades": Stage(_OVER_PLAIN, (2.5, 1), pair.measure_cascades, format_speed),
+    "only": Stage(_OVER_PLAIN, (13, 2.5), only.measure_only, format_speed),
     "summaries": Stage(
-        "summaries by people, over plain", (3, 0.8), copying.measure_summaries, format_speed
+        "summaries by people, over plain", (2.5, 0.8), copying.measure_summaries, format_speed
     ),
     "edits": Stage(
-        "corrected sentences, over plain", (3, 0.5), copying.measure_edits, format_speed
+        "corrected sentences, over plain", (3, 0.7), copying.measure_edits, format_speed
     ),
     "templates": Stage(
         "the same sentences with other names, over plain",
-        (4, 0.8),
+        (5, 0.8),
         templates.measure_templates,
         format_speed,
     ),
@@ -47,9 +47,9 @@ STAGES: dict[str, Stage] = {
         learning.measure_learning,
         learning.format_learning,
     ),
-    "trees": Stage(_OVER_PLAIN, (8, 1.4), pair.measure_trees, format_speed),
+    "trees": Stage(_OVER_PLAIN, (5, 1.4), pair.measure_trees, format_speed),
     "beams": Stage(
-        "one sentence at a time, over plain beams", (4, 0.6), pair.measure_beams, format_speed
+        "one sentence at a time, over plain beams", (3, 0.6), pair.measure_beams, format_speed
     ),
     "gpt": Stage(
         "gpt/97m with gpt/6m, random weights", (2, 0.6), shapes.measure_gpt, shapes.format_shape
@@ -68,7 +68,7 @@ STAGES: dict[str, Stage] = {
         translation.format_opus,
     ),
     "file": Stage(
-        "a whole file, over float32", (5, 0.6), whole_files.measure_file, whole_files.format_file
+        "a whole file, over float32", (4.5, 0.6), whole_files.measure_file, whole_files.format_file
     ),
     "encoders": Stage(
         "an encoder over one input, T5 1.1 small with random weights, float32",
@@ -84,21 +84,24 @@ STAGES: dict[str, Stage] = {
     ),
     "bits": Stage(
         "differs from plain decoding of one sentence at a time",
-        (2, 0.4),
+        (1.5, 0.4),
         whole_files.measure_bits,
         whole_files.format_bits,
+        timed=False,
     ),
     "quality": Stage(
         "the bundled target's argmax output",
         (1, 0.2),
         rounding_stages.measure_quality,
         rounding_stages.format_quality,
+        timed=False,
     ),
     "rounded": Stage(
         "float32 beside its rounded form",
-        (4, 0.9),
+        (3, 0.9),
         rounding_stages.measure_rounded,
         rounding_stages.format_rounded,
+        timed=False,
     ),
     "t5x": Stage(
         "the package's sentences, over T5X", (3, 0.5), elsewhere.measure_t5x, format_ratio
@@ -114,11 +117,13 @@ STAGES: dict[str, Stage] = {
         (8, 0.5),
         elsewhere.measure_tpu,
         elsewhere.format_tpu,
+        timed=False,
     ),
     "tpu_drafters": Stage(
         "T5-XXL in bfloat16, one row, by the compiler's estimates",
-        (0.9, 0.7),
+        (3, 0.7),
         elsewhere.measure_tpu_drafters,
         elsewhere.format_tpu,
+        timed=False,
     ),
 }
