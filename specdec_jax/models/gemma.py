@@ -208,7 +208,7 @@ class T5GemmaConfig(GemmaConfig):
         return kind._replace(ahead=kind.window - 1)
 
     @classmethod
-    def presets(cls) -> dict[str, "T5GemmaConfig"]:
+    def presets(cls) -> dict[str, "T5GemmaConfig"]:  # type: ignore[override]
         return T5GEMMA_PRESETS
 
 
