@@ -18,7 +18,7 @@ from specdec_jax.files.places import AnyPath
 from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import lock_folder, write_file
-from specdec_jax.models.family import ModelConfig, check_encoder
+from specdec_jax.models.family import ModelConfig
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 from specdec_jax.training import text_files, train
 from specdec_jax.training.run_vocabulary import RunVocabulary, check_same
@@ -42,7 +42,7 @@ def run(config: DistillConfig, on_start: Callable[[], object] = lambda: None) ->
     """
     config.check()
     assert config.target
-    target = check_encoder("target", loader.load_shape(config.target))
+    target = loader.load_shape(config.target)
     model = config.drafter_config(target)
     if not (target.shares_vocabulary and model.shares_vocabulary):
         got = f"{config.target} with separate vocabularies"
@@ -73,13 +73,13 @@ def _run_stages(
     parts: dict[str, list[str]],
 ) -> dict:
     """Writes the target's outputs for the sources of each part, and trains the drafter."""
-    jobs = plan_jobs(config, vocabulary, target.vocab_size, parts)
+    jobs = plan_jobs(config, vocabulary, target, parts)
     training = config.train_config(model, vocabulary.size, [job.path.name for job in jobs])
     read, kinds = sum(map(len, parts.values())), len(jobs) // len(parts)
     used = sum(len(job.texts) for job in jobs) // kinds
     print_line(
-        f"{used} sources, {read - used} left out: empty, longer than {config.buckets[-1]} tokens or"
-        " with one that the target lacks"
+        f"{used} sources, {read - used} left out: empty, longer than"
+        f" {config.longest_source(target)} tokens or with one that the target lacks"
     )
     for line in distill_lines.describe_needs(config, training, target, jobs):
         print_line(line)

@@ -272,7 +272,7 @@ def run(
     sentences = [] if options.task else read_sentences(arguments, options.input_file)
     if sentences:
         options.choose_numbers(len(sentences))  # which it checks before models are loaded
-    target, drafter = options.load()
+    target, drafter = options.load(share=not options.learn)  # it would learn another encoder
     most = max(_limit_new_tokens(config, target))
     limit = f"--max_new_tokens={most}"
     defaults = read_defaults(target, config.generation_config)

@@ -180,8 +180,12 @@ class ModelOptions:
         copied = drafts and not self.shard_drafter
         return ShardingRules(self.devices(), copied) if self.mesh else None
 
-    def load(self, target: LanguageModel | None = None) -> tuple[LanguageModel, Drafter | None]:
+    def load(
+        self, target: LanguageModel | None = None, share: bool = True
+    ) -> tuple[LanguageModel, Drafter | None]:
         """Returns the target (unless it is given) and the drafter, if one is named.
+
+        With `share`, the drafter has no encoder of its own where it is equal to the target's.
 
         Raises ValueError for a drafter with another vocabulary.
         """
@@ -206,6 +210,10 @@ class ModelOptions:
         if drafter is not None:
             checks.check_pair(target, drafter)
             checks.check_policy(self.policy, drafter)
+            paired = drafter.pair_with(target) if share else drafter
+            if paired is not drafter:
+                print_line(f"{drafter.name}: has the target's encoder, which is kept and run once")
+            drafter = paired
         return target, drafter
 
     def reduced(self, model: LanguageModel) -> ModelDrafter:

@@ -320,6 +320,7 @@ def plan(
     samples = int(config.num_samples)
     if drafter is not None:
         check_pair(target, drafter)
+        drafter = drafter.pair_with(target)
         check_drafter_inputs(drafter, int(np.max(lengths)))
         check_policy(gamma, drafter)
     together = batch if batch_size is None else batch_size

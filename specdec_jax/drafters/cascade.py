@@ -1,5 +1,6 @@
 """Drafters made of drafters (cascade speculative drafting, Chen et al. 2023, arXiv 2312.11462)."""
 
+import copy
 import dataclasses
 import functools
 from typing import Any, ClassVar, NamedTuple
@@ -80,6 +81,14 @@ class DrafterPair(Drafter):
     def check(self, target: LanguageModel) -> None:
         for part in self.parts:
             part.check(target)
+
+    def pair_with(self, target: LanguageModel) -> "DrafterPair":
+        parts = tuple(part.pair_with(target) for part in self.parts)
+        if all(new is old for new, old in zip(parts, self.parts)):
+            return self
+        pair = copy.copy(self)
+        pair.parts = parts
+        return pair
 
     def init(self, *given: Any, **encoded: jax.Array) -> Any:
         return self.begin("init", *given, **encoded)

@@ -147,7 +147,7 @@ class EarlyExitDrafter(NetworkDrafter):
         if head is not None:
             packs = network.backend.packs_weights
             head = weight_layouts.lay_weight(jnp.asarray(head, config.dtype), packs)
-        self.network = ExitNetwork(network.params, network.module, own, head)
+        self.network = ExitNetwork(network.params, network.module, layers=own, head_weight=head)
 
     @property
     def name(self) -> str:

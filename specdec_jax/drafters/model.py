@@ -1,6 +1,8 @@
 """A smaller model of the same vocabulary as drafter (Leviathan et al. 2023, section 2.3)."""
 
+import copy
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -25,12 +27,19 @@ from specdec_jax.drafters.tree_levels import draft_with_model
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
+from specdec_jax.models.shared_encoders import share_encoder
 from specdec_jax.speculative.beam_drafter import BeamDrafter
 from specdec_jax.speculative.beam_search import BeamState
 from specdec_jax.speculative.beam_tree import BeamTree
 from specdec_jax.speculative.prefill import fill_cache
 from specdec_jax.speculative.state import DecodeState, Draft
 from specdec_jax.speculative.tree_draft import TreeDraft
+
+# By drafter: the network of the target that it was paired with last, and what drafts for it where
+# that is not the drafter itself.
+_paired: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Network], Any]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @flax.struct.dataclass
@@ -56,8 +65,8 @@ class ModelDrafter(NetworkDrafter, BeamDrafter):
     Attributes:
       model: the drafter's model; must share the target's vocabulary (its logits may be narrower or
         wider).
-      network: the network that drafts: the model's own, or one made of it for a shortlist or 8
-        bits.
+      network: the network that drafts: the model's own, or one made of it for a shortlist, for 8
+        bits, or beside a target with an equal encoder.
       shortlist: the ids that are proposed, None for all.
     """
 
@@ -106,7 +115,7 @@ class ModelDrafter(NetworkDrafter, BeamDrafter):
     @property
     def reduced(self) -> bool:
         """Whether a shortlist or 8 bits give the drafter another distribution than its model's."""
-        return self.network is not self.model.network
+        return self.int8 or self.shortlist is not None
 
     @property
     def name(self) -> str:
@@ -138,6 +147,23 @@ class ModelDrafter(NetworkDrafter, BeamDrafter):
         if self.shortlist is not None and int(self.shortlist.ids[0]) >= width:
             got = f"a shortlist without any id below {width}, the target's number of ids"
             raise ValueError(f"drafter: got {got}")
+
+    def pair_with(self, target: LanguageModel) -> "ModelDrafter":
+        """Returns the drafter without its own encoder if that is equal to the target's.
+
+        It then attends to the target's encoder output, which is computed once for each input.
+        """
+        # The encoder of one that learns while decoding changes.
+        if self.reads_encoder or self.remembers:
+            return self
+        known = _paired.get(self)
+        if known is None or known[0]() is not target.network:
+            paired = None
+            if share_encoder(target, self.model):
+                paired = copy.copy(self)
+                paired.network = self.network.without_encoder()
+            known = _paired[self] = weakref.ref(target.network), paired
+        return known[1] or self
 
     def widened(self, logits: jax.Array, vocab_size: int) -> jax.Array:
         """Returns logits as `[..., vocab_size]`, −inf for ids that are not proposed."""

@@ -65,7 +65,7 @@ class ParallelDrafter(NetworkDrafter):
     def identity(self) -> tuple[list[Any], Any]:
         return [self.model.contents, self.mask_token], None
 
-    init, rewind = ModelDrafter.init, ModelDrafter.rewind
+    init, rewind, pair_with = ModelDrafter.init, ModelDrafter.rewind, ModelDrafter.pair_with
 
     def draft(
         self, draft_state: ModelDraftState, state: DecodeState, num_wanted: jax.Array

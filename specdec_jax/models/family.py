@@ -137,6 +137,16 @@ class ModelConfig:
         """Returns the same network's configuration with a head of its own, not the embedding."""
         return self.explicit().replace(logits_via_embedding=False)
 
+    def resize(
+        self, *, emb_dim: int, num_heads: int, head_dim: int, num_decoder_layers: int, mlp_dim: int
+    ) -> Self:
+        """Returns another size of the same network, which has no encoder.
+
+        Raises FieldError for a size that the family cannot have.
+        """
+        sizes = dict(emb_dim=emb_dim, num_heads=num_heads, num_decoder_layers=num_decoder_layers)
+        return self.replace(**sizes, head_dim=head_dim, mlp_dim=mlp_dim)
+
     def explicit(self) -> Self:
         """Returns the same shape without None for other values, so that equal shapes are equal."""
         return self
@@ -155,6 +165,13 @@ class PositionTableConfig(ModelConfig):
         if self.emb_dim % self.num_heads:
             expected = f"a multiple of num_heads = {self.num_heads}"
             raise FieldError(self, "emb_dim", f"got {self.emb_dim}, expected {expected}")
+
+    def resize(self, *, head_dim: int, **sizes: int) -> Self:
+        resized = self.replace(**sizes)
+        if resized.head_dim != head_dim:
+            expected = f"emb_dim / num_heads = {resized.head_dim}"
+            raise FieldError(self, "head_dim", f"got {head_dim}, expected {expected}")
+        return resized
 
     @property
     def head_dim(self) -> int:
@@ -181,16 +198,6 @@ def list_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         names = [f"{stack}/layers_{i}/{rest}" for i in layers] or [name]
         shapes |= dict.fromkeys(names, shape)
     return shapes
-
-
-def check_encoder(name: str, config: ModelConfig) -> ModelConfig:
-    """Returns `config` if it has an encoder, of its own or another model's.
-
-    Else raises ValueError, which names the argument `name`.
-    """
-    if config.decoder_only:
-        raise mismatch_error(name, "a decoder-only model", "a model with an encoder")
-    return config
 
 
 def check_uses_backend(config: ModelConfig, got: str) -> None:

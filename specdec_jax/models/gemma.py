@@ -113,6 +113,10 @@ class GemmaConfig(ModelConfig):
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return list_shapes(self)
 
+    def resize(self, *, num_heads: int, head_dim: int, **sizes: int) -> Self:
+        heads = dict(num_heads=num_heads, num_kv_heads=num_heads, head_dim=head_dim)
+        return self.replace(**heads, query_scalar=head_dim, **sizes)
+
     def explicit(self) -> Self:
         return self.replace(windows=_repeat_windows(self.windows, self.num_decoder_layers))
 

@@ -31,6 +31,9 @@ from specdec_jax.models import weight_layouts
 from specdec_jax.models.family import FamilyModule, ModelConfig, check_uses_backend
 from specdec_jax.models.parameters import flatten, parameter_count, unflatten
 
+# The nodes of parameters that only an encoder reads.
+ENCODER_PARTS = "encoder", "encoder_embedder"
+
 
 def _make_mask(inputs: Inputs, input_lengths: PerRow) -> Mask:
     """Returns True at the ids of each row that count."""
@@ -44,10 +47,13 @@ class Network:
     Attributes:
       params: nested dict of arrays in the loop's layout (`weight_layouts.py`).
       module: the linen module, hashable, which has the `Backend`.
+      shares_encoder: whether another network's encoder, which is equal, reads the inputs in the
+        place of its own.
     """
 
     params: dict
     module: FamilyModule = flax.struct.field(pytree_node=False)
+    shares_encoder: bool = flax.struct.field(pytree_node=False, default=False)
 
     def __repr__(self) -> str:
         return f"{type(self.config).__name__} of {parameter_count(self.config):,} parameters"
@@ -107,7 +113,15 @@ class Network:
     @property
     def encoder_dim(self) -> int | None:
         """Width of another model's encoder output, to which the network attends; else None."""
-        return self.config.encoder_dim
+        return self.config.encoded_dim if self.shares_encoder else self.config.encoder_dim
+
+    def without_encoder(self) -> "Network":
+        """Returns the network without its encoder, for the output of an equal one.
+
+        Other arrays are shared.
+        """
+        params = {name: node for name, node in self.params.items() if name not in ENCODER_PARTS}
+        return self.replace(params=params, shares_encoder=True)
 
     def encode(self, inputs: Inputs, input_lengths: PerRow) -> Encoded:
         """Runs the encoder; arguments as for `prefill`."""

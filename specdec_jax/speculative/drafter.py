@@ -114,6 +114,13 @@ class Drafter:
         """
         return self
 
+    def pair_with(self, target: LanguageModel) -> "Drafter":
+        """Returns the drafter as it drafts for `target`, for which it has been checked.
+
+        That is the drafter itself, unless it can share an encoder with the target.
+        """
+        return self
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({getattr(self, 'name', 'under jit')})"  # without its model
 
@@ -236,6 +243,7 @@ class FullDrafter(Drafter):
 
     drafter: Drafter
 
+    reads_encoder: ClassVar[Any] = property(lambda self: self.drafter.reads_encoder)
     remembers: ClassVar[Any] = property(lambda self: self.drafter.remembers)
     reads_states: ClassVar[Any] = property(lambda self: self.drafter.reads_states)
     reads_logits: ClassVar[Any] = property(lambda self: self.drafter.reads_logits)
@@ -246,6 +254,9 @@ class FullDrafter(Drafter):
 
     def check(self, target: LanguageModel) -> None:
         self.drafter.check(target)
+
+    def pair_with(self, target: LanguageModel) -> "FullDrafter":
+        return self.replace(drafter=self.drafter.pair_with(target))
 
     def init(self, *given: Any, **encoded: Any) -> Any:
         return self.drafter.init(*given, **encoded)

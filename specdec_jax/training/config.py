@@ -8,7 +8,7 @@ from specdec_jax.files.places import AnyPath
 from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.speculative.policy import MAX_GAMMA
-from specdec_jax.training.corpus import Corpus, Pairs, Text
+from specdec_jax.training.corpus import Continuations, Corpus, Pairs, Text
 from specdec_jax.training.losses import DIVERGENCES, TeacherAgreement
 
 
@@ -164,6 +164,8 @@ class TrainConfig(ExamplesConfig, TeacherConfig):
         vocabulary of the teacher, else of initialise_from, else vocabulary.model in output_dir,
         which is trained on the train files)
       vocabulary_size: ids: the vocabulary's tokens, and the sentinels of the model it comes from
+      prompts: of a decoder-only model: the files are TSV (prompt, output, perhaps the output's
+        ids), and it learns outputs alone, by the buckets and without sequence_length
 
     Raises:
       ValueError: a setting outside its range, or settings that contradict each other.
@@ -174,11 +176,13 @@ class TrainConfig(ExamplesConfig, TeacherConfig):
     vocabulary: str = ""
     vocabulary_size: int = 6144
     teacher: str | None = make_option(None, "model of the same kind to distil from")
+    prompts: bool = False
 
     def __post_init__(self) -> None:
         expected = "a T5Config, a GPTConfig or another family's configuration"
         self.expect("model", isinstance(self.model, ModelConfig), expected)
-        most = 0 if self.model.decoder_only else MAX_GAMMA - 1
+        texts = self.model.decoder_only and not self.prompts
+        most = 0 if texts else MAX_GAMMA - 1
         self.expect("masks", 0 <= self.masks <= most, f"a number from 0 to {most}")
         dtype = self.model.dtype
         expect(dtype == "float32", "model.dtype", dtype, "float32: TrainConfig.dtype sets it")
@@ -220,8 +224,12 @@ class TrainConfig(ExamplesConfig, TeacherConfig):
     def _check_lengths(self) -> None:
         length, positions = self.sequence_length, self.model.max_positions
         if not self.model.decoder_only:
+            self.expect("prompts", not self.prompts, "False: the model has an encoder")
             expected = "None: the model has an encoder"
             return self.expect("sequence_length", length is None, expected)
+        if self.prompts:
+            self.expect("target_buckets", not self.target_buckets, "none with prompts")
+            return self.expect("sequence_length", length is None, "None with prompts")
         most = self.batch_tokens if positions is None else min(positions, self.batch_tokens)
         limits = f"model.num_positions = {positions} and batch_tokens = {self.batch_tokens}"
         expected = f"a number from 1 to the smaller of {limits}"
@@ -233,6 +241,8 @@ class TrainConfig(ExamplesConfig, TeacherConfig):
     @property
     def corpus(self) -> Corpus:
         """How batches are made of the files: pairs, or plain text."""
+        if self.prompts:
+            return Continuations(self.buckets, self.target_buckets)
         if self.model.decoder_only:
             assert self.sequence_length is not None
             return Text(self.sequence_length)

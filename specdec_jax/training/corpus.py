@@ -14,7 +14,7 @@ import numpy as np
 from specdec_jax.files.places import AnyPath
 from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary, Vocabulary
 from specdec_jax.training import text_files
-from specdec_jax.training.batches import BucketedBatches, Example
+from specdec_jax.training.batches import PADDING, BucketedBatches, Example
 
 Paths = Sequence[AnyPath]
 # What files are called in messages where their kind is not known yet.
@@ -96,11 +96,14 @@ class Pairs(Corpus):
         pairs: list[Example] = []
         for number, (source, target, given) in enumerate(text_files.read_examples(paths), 1):
             output = vocabulary.encode_output(target) if given is None else given
-            pairs.append((vocabulary.encode_input(source), output))
+            pairs.append((self._encode_source(vocabulary, source), output))
             if not all(pairs[-1]):  # the tokenizer may make no token of a text
                 got = f"{', '.join(map(str, paths))}, example {number}: got a text without tokens"
                 raise ValueError(f"{got}, expected at least one")
         return pairs, max((max(side) for pair in pairs for side in pair), default=0)
+
+    def _encode_source(self, vocabulary: Vocabulary, text: str) -> list[int]:
+        return vocabulary.encode_input(text)
 
     def texts(self, paths: Paths) -> Iterator[str]:
         return (text for pair in text_files.read_pairs(paths) for text in pair)
@@ -111,6 +114,32 @@ class Pairs(Corpus):
     def summary(self, batches: BucketedBatches) -> str:
         left_out = f"{batches.dropped} of {batches.pairs} pairs left out"
         return f"{left_out} as longer than {batches.longest} tokens"
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuations(Pairs):
+    """Prompts and their outputs, for decoder-only models, which learn the outputs alone.
+
+    An example is a prompt and its output as one sequence; lengths are for the whole of it.
+    """
+
+    files = "a TSV file"
+
+    def _encode_source(self, vocabulary: Vocabulary, text: str) -> list[int]:
+        return vocabulary.encode_prompt(text)
+
+    def _read(
+        self, vocabulary: Vocabulary, paths: Paths, start_token: int | None
+    ) -> tuple[list[Example], int]:
+        pairs, largest = super()._read(vocabulary, paths, start_token)
+        joined: list[Example] = []
+        for prompt, output in pairs:
+            unlearned = [PADDING] * (len(prompt) - 1)
+            joined.append(([*prompt, *output[:-1]], [*unlearned, *output]))
+        return joined, largest
+
+    def start_token(self, vocabulary: Vocabulary) -> int:
+        return vocabulary.eos_ids[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -122,13 +122,16 @@ def shift_right(targets: Array, start_token: int) -> Array:
 def hide_tokens(targets: Array, masks: int, key: Array | None) -> tuple[Array, Array]:
     """Returns where the decoder is fed a mask `[B, T]`, and the targets that then count.
 
-    Each row is cut at a random place. The token before the place is fed, so the first target after
-    it is predicted as ever; the next `masks` targets are predicted from masks, and no later one
-    counts. Validation, without a key, cuts every time at the same places.
+    The targets of each row, which a prompt may precede, are cut at a random place. The token before
+    the place is fed, so the first target after it is predicted as ever; the next `masks` targets
+    are predicted from masks, and no later one counts. Validation, without a key, cuts every time at
+    the same places.
     """
     key = jax.random.key(0) if key is None else key
-    lengths = jnp.sum((targets >= 0).astype(jnp.float32), axis=1, keepdims=True)
-    cut = (lengths * jax.random.uniform(key, lengths.shape)).astype(jnp.int32)
+    counted = targets >= 0
+    lengths = jnp.sum(counted.astype(jnp.float32), axis=1, keepdims=True)
+    starts = jnp.argmax(counted, axis=1, keepdims=True).astype(jnp.int32)
+    cut = starts + (lengths * jax.random.uniform(key, lengths.shape)).astype(jnp.int32)
     places = jnp.arange(targets.shape[1])
     return places > cut, jnp.where(places <= cut + masks, targets, PADDING)
 

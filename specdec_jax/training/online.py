@@ -238,7 +238,7 @@ class OnlineDistillation:
             return
         length, start = max(full, key=lambda one: one in self._compiled), time.perf_counter()
         batch = self._make_batch(length)
-        if self._first.reads_encoder:
+        if self._first.model.config.encoder_dim is not None:
             batch = batch._replace(encoded=_encode(self._target.network, batch.inputs))
         self._state, agreement = train_step(
             self._state,

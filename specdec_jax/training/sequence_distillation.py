@@ -13,15 +13,16 @@ from specdec_jax.decoding.checks import SamplingChanges
 from specdec_jax.decoding.continuous_batching import decode_all
 from specdec_jax.files import mirrors
 from specdec_jax.files.progress import Progress
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.arguments import document_fields, make_option
-from specdec_jax.models.family import ModelConfig, check_encoder
+from specdec_jax.models.family import ModelConfig, check_uses_backend
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.models.t5 import reshape_as_t5
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 from specdec_jax.training.batches import check_buckets
-from specdec_jax.training.config import TeacherConfig, TrainConfig
+from specdec_jax.training.config import TeacherConfig, TrainConfig, expect
 from specdec_jax.training.run_folder import defer_signals
 from specdec_jax.training.text_files import check_is_file
 
@@ -39,7 +40,8 @@ class DistillConfig(TeacherConfig):
         instead)
       greedy: train and validate on the target's argmax output for every source
       samples: train and validate on this many samples of the target for every source
-      max_new_tokens: maximum length of an output, in tokens; a longer one is cut
+      max_new_tokens: maximum length of an output, in tokens; a longer one is cut. With a
+        decoder-only target a prompt and its output must fit into the longest bucket together
       shard_size: sources whose outputs are written together; a kill loses at most as many
       distill_weight: w in the loss of every token, (1 - w) * cross-entropy + w * divergence
       matmul_dtype: dtype to which operands of products are rounded (default: they are not)
@@ -50,10 +52,13 @@ class DistillConfig(TeacherConfig):
     drafter_shape: tuple[int, ...] = make_option(
         (),
         f"shape of a new drafter: {', '.join(_SHAPE)}, comma-separated; the rest is as in the"
-        " target; with 0 encoder layers it attends to the target's encoder output",
+        " target; with 0 encoder layers it attends to the target's encoder output (0 for a"
+        " decoder-only target)",
     )
     source_files: tuple[str, ...] = make_option(
-        (), "UTF-8 text, gzip or not, one source a line (what follows a tab is ignored); repeatable"
+        (),
+        "UTF-8 text, gzip or not, one source a line (what follows a tab is ignored), for a"
+        " decoder-only target a prompt; repeatable",
     )
     max_sources: int = make_option(0, "sources to take from each file, evenly spread; 0: all")
     greedy: bool = True
@@ -99,14 +104,35 @@ class DistillConfig(TeacherConfig):
         self.expect("max_new_tokens", self.max_new_tokens <= longest, expected)
 
     def drafter_config(self, target: ModelConfig) -> ModelConfig:
-        """Returns the drafter's configuration; a new drafter is a T5, whatever the target is."""
+        """Returns the drafter's configuration.
+
+        A new drafter is a T5, whatever the target is, and of a decoder-only target's own family.
+
+        Raises ValueError for a drafter that is decoder-only where the target is not, or the other
+        way round.
+        """
         rounding: dict[str, Any] = dict(dtype="float32", matmul_dtype=self.matmul_dtype)
         if self.drafter:
-            return check_encoder("drafter", loader.load_shape(self.drafter)).replace(**rounding)
+            own = loader.load_shape(self.drafter)
+            kinds = "a model with an encoder", "a decoder-only model"
+            got, expected = (kinds[one.decoder_only] for one in (own, target))
+            if got != expected:
+                raise mismatch_error("drafter", got, f"{expected}, like the target")
+            return own.replace(**rounding)
         shape: dict[str, Any] = dict(zip(_SHAPE, self.drafter_shape))
+        if target.decoder_only:
+            layers = shape.pop("num_encoder_layers")
+            expected = "0, as in the decoder-only target"
+            expect(not layers, "num_encoder_layers", layers, expected)
+            check_uses_backend(target, "a new drafter")
+            return target.resize(**shape).replace(**rounding)
         if not shape["num_encoder_layers"]:
             shape["encoder_dim"] = target.encoded_dim
         return reshape_as_t5(target, **shape, **rounding)
+
+    def longest_source(self, target: ModelConfig) -> int:
+        """Returns the most tokens of a source; a prompt leaves room for its output in a bucket."""
+        return self.buckets[-1] - (self.max_new_tokens if target.decoder_only else 0)
 
     def train_config(
         self, model: ModelConfig, vocabulary_size: int, files: list[str]
@@ -120,6 +146,7 @@ class DistillConfig(TeacherConfig):
             vocabulary_size=vocabulary_size,
             teacher=self.target,
             label_smoothing=0.0,
+            prompts=model.decoder_only,
         )
         return TrainConfig(model=model, **self.shared_settings() | own)
 
@@ -129,7 +156,7 @@ class Job(NamedTuple):
 
     Attributes:
       path: the file; each line has source, output and the output's ids.
-      sources: ids of each source, EOS included.
+      sources: ids of each source, EOS included unless it is a prompt.
       texts: the sources as text.
       first: number of the first source among all, for its key.
       samples: number of outputs of each source; 0: its argmax output.
@@ -152,11 +179,11 @@ class Job(NamedTuple):
 
 
 def plan_jobs(
-    config: DistillConfig, vocabulary: Vocabulary, ids: int, parts: dict[str, list[str]]
+    config: DistillConfig, vocabulary: Vocabulary, target: ModelConfig, parts: dict[str, list[str]]
 ) -> list[Job]:
     """Returns the files of outputs to write, one for each part and kind of output.
 
-    Sources that are too long, or have tokens beyond the `ids` that the target knows, are left out.
+    Sources that are too long, or have tokens that the target lacks, are left out.
 
     Raises:
       ValueError: no source of a part is left.
@@ -164,9 +191,10 @@ def plan_jobs(
     output, first, jobs = mirrors.find_folder(config.output_dir), 0, []
     kinds = {"greedy": 0} if config.greedy else {}
     kinds |= {"sampled": config.samples} if config.samples else {}
-    longest = config.buckets[-1]
+    longest, ids = config.longest_source(target), target.vocab_size
+    encode = vocabulary.encode_prompt if target.decoder_only else vocabulary.encode_input
     for part, texts in parts.items():
-        encoded = ((vocabulary.encode_input(text), text) for text in texts if text.strip())
+        encoded = ((encode(text), text) for text in texts if text.strip())
         pairs = [(row, text) for row, text in encoded if 0 < len(row) <= longest and max(row) < ids]
         if not pairs:
             got = f"no source of at most {longest} tokens"

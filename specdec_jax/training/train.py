@@ -468,7 +468,7 @@ def _choose_vocabulary(config: TrainConfig, teacher: LanguageModel | None) -> Ru
 def check_lengths(config: TrainConfig, name: str, shape: ModelConfig) -> None:
     """Raises ValueError, which begins with `name`, for examples longer than a model's positions."""
     lengths = {"sequence_length": config.sequence_length}
-    if not shape.decoder_only:
+    if not shape.decoder_only or getattr(config, "prompts", False):  # heads learn of texts alone
         lengths = {"buckets": config.buckets[-1]}
         lengths |= {"target_buckets": config.target_buckets[-1]} if config.target_buckets else {}
     for option, length in lengths.items():

@@ -85,17 +85,17 @@ def test_other_kinds_of_model():
     )
 
 
-def test_only_models_with_an_encoder_are_distilled_by_command(tmp_path):
+def test_a_drafter_of_another_kind_is_not_distilled(tmp_path):
     (tmp_path / "text.tsv").write_text("a\tb\n")
     config = distill.DistillConfig(
-        target=str(FOLDER),
+        target="ende/target",
         data_dir=str(tmp_path),
         source_files=("text.tsv",),
         validation_files=("text.tsv",),
         output_dir=str(tmp_path / "run"),
         drafter=str(FOLDER),
     )
-    message = "target: got a decoder-only model, expected a model with an encoder"
+    message = "drafter: got a decoder-only model, expected a model with an encoder, like the target"
     rejected(lambda: distill.run(config), message)
     rejected(lambda: t5.check_t5("target", TINY), "target: got a decoder-only model, expected a T5")
 

@@ -269,7 +269,11 @@ def train_a_model(pair):
 
 def train_for_all_at_once(pair):
     start = dict(initialise_from=pair.paths["drafter"], vocabulary_size=pair.target.vocabulary.size)
-    config = TrainConfig(**pair.make_settings("masks"), **start, model=pair.drafter.config, masks=2)
+    start |= pair.make_settings("masks")
+    if pair.decoder_only:
+        pairs = dict(train_files="pairs.tsv", validation_files="pairs.tsv", prompts=True)
+        start |= pairs | dict(sequence_length=None, buckets=(64,))
+    config = TrainConfig(**start, model=pair.drafter.config, masks=2)
     train.fit(config)
     pair.compare(sd.ParallelDrafter(load(pair.folder / "masks" / "model")))
 

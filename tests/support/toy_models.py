@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.models import parameters, weight_layouts
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import count_until_padding
 from specdec_jax.models.t5 import T5Config
@@ -37,6 +38,28 @@ def noisy_copy(model: LanguageModel, scale: float, seed: int = 0) -> LanguageMod
 
     params = jax.tree.map(noisy, model.params)
     return LanguageModel(model.config, params, start_token=model.start_token, eos_ids=model.eos_ids)
+
+
+def make_student(target: LanguageModel, layers: int = 1, noise: float = 0.1, **options):
+    """Returns a model with the target's encoder and embeddings, and `layers` noisy decoder layers.
+
+    Its arrays are copies. So is distilbart made, whose encoder was frozen. Options are those of
+    `LanguageModel`, and "quantize".
+    """
+    config = target.config.replace(num_decoder_layers=layers)
+    params, rng = parameters.flatten(target.params), np.random.default_rng(0)
+    tree = {}
+    for name in parameters.parameter_shapes(config):
+        values = np.array(params[name], np.float32)
+        if name.startswith("decoder/"):
+            values += np.float32(noise * np.std(values)) * rng.normal(size=values.shape)
+        tree[name] = jnp.asarray(values.astype(params[name].dtype))
+    rules, quantize = target.network.rules, options.pop("quantize", None)
+    ids = dict(start_token=target.start_token, eos_ids=target.eos_ids, name="student")
+    made = parameters.unflatten(tree)
+    if quantize:
+        made = weight_layouts.round_params(made, tied=config.logits_via_embedding)
+    return LanguageModel(config, made, rules=rules, **{**ids, **options})
 
 
 @flax.struct.dataclass

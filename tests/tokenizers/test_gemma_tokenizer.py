@@ -5,6 +5,7 @@ import json
 import pytest
 from gemma_tokenizer import END, SPECIAL, make_lines, write_tokenizer
 
+from specdec_jax.decoding.stop import strip_end
 from specdec_jax.tokenizers import huggingface_folders
 from specdec_jax.tokenizers.vocabularies import TokenizerJsonVocabulary
 
@@ -36,6 +37,26 @@ def test_lines_beside_the_library(tmp_path):
     used = {i for line in lines for i in vocabulary.encode(line)}
     assert used >= {END, vocabulary._tokenizer.token_to_id("▁▁")}
     assert len(used & set(range(len(SPECIAL), len(SPECIAL) + 256))) > 30  # bytes
+
+
+def test_marks_of_turns_are_one_id_each(tmp_path):
+    """The frame that decoding/README.md shows; a folder's template is not applied."""
+    write_tokenizer(tmp_path)
+    options = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    options["chat_template"] = "{{ bos_token }}{{ messages }}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    vocabulary = open_vocabulary(tmp_path)
+    turn = "<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n"
+    start, line, text = SPECIAL.index("<start_of_turn>"), vocabulary.encode("\n"), "the river"
+    user, model = (vocabulary.encode(f"{role}\n") for role in ("user", "model"))
+    user_text = vocabulary.encode(f"user\n{text}")
+    expected = [BOS, start, *user_text, END, *line, start, *model]
+    assert user_text[: len(user)] == user
+    for encode in (vocabulary.encode_prompt, vocabulary.encode_input):
+        assert encode(turn.format(text)) == expected
+    # Texts omit what ends a turn.
+    output = strip_end(vocabulary, [*vocabulary.encode(text), END], "eos")
+    assert vocabulary.decode(output) == text
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import pathlib
 import shutil
-import types
 
 import make_checkpoints as make
 import pytest
@@ -19,6 +18,7 @@ from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.commands import main
 from specdec_jax.decoding import inputs
 from specdec_jax.drafters.ngram import NGramDrafter
+from specdec_jax.models.t5 import T5Config
 from specdec_jax.tokenizers import huggingface_folders, special_tokens, vocabularies
 from specdec_jax.training import corpus, sequence_distillation
 
@@ -186,11 +186,10 @@ def test_training_and_distilling_put_both_tokens_around_a_text(tmp_path):
     batch, ids = batches[0], CODET5[0]["ids"]
     for side in (batch.inputs, batch.targets):
         assert side[0, : len(ids)].tolist() == ids
-    settings = types.SimpleNamespace(
-        output_dir=str(tmp_path), greedy=True, samples=0, buckets=(16,)
-    )
+    settings = sequence_distillation.DistillConfig(output_dir=str(tmp_path), buckets=(16,))
+    shape = T5Config(vocabulary.size, 8, 2, 4, 1, 1, 16)
     (plan,) = sequence_distillation.plan_jobs(
-        settings, vocabulary, vocabulary.size, {"train": ["The ferry stayed."]}
+        settings, vocabulary, shape, {"train": ["The ferry stayed."]}
     )
     assert plan.sources == [ids]
 

@@ -1,0 +1,89 @@
+"""Finds models with equal encoders, of which one need be run and kept in memory."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Shaped
+
+from specdec_jax.models.block_options import BlockOptions
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import Network, is_decoder_only
+
+_BLOCK = 1 << 20  # bytes that are compared at a time on a host
+
+
+def share_encoder(target: LanguageModel, model: LanguageModel) -> bool:
+    """Returns whether a model's encoder is equal to the target's; if so, it takes its arrays.
+
+    Equal encoders are made of the same blocks, have the same weights, embeddings included, and lie
+    on the devices in the same way, so that they return the same numbers. Configurations and shapes
+    are compared first, then weights, the smallest first. What the model computes does not change,
+    but from then on the two models hold these arrays once.
+    """
+    ours, theirs = target.network, model.network
+    if not all(isinstance(one, Network) and _has_encoder(one) for one in (ours, theirs)):
+        return False
+    if ours.backend != theirs.backend or _describe(ours) != _describe(theirs):
+        return False
+    kept, given = (_take_encoder(one.params) for one in (ours, theirs))
+    if jax.tree.structure(kept) != jax.tree.structure(given):
+        return False
+    pairs = list(zip(jax.tree.leaves(kept), jax.tree.leaves(given)))
+    if any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in pairs):
+        return False
+    on_host = ours.rules is None and jax.default_backend() == "cpu"
+    compare = _are_equal_on_host if on_host else _are_equal
+    if not all(a is b or compare(a, b) for a, b in sorted(pairs, key=lambda pair: pair[0].nbytes)):
+        return False
+    _replace_arrays(given, kept)
+    return True
+
+
+def _has_encoder(network: Network) -> bool:
+    """Returns whether a network has an encoder of its own, made of blocks."""
+    own = not is_decoder_only(network) and network.encoder_dim is None
+    return own and network.config.uses_backend
+
+
+def _describe(network: Network) -> BlockOptions:
+    """Returns what an encoder is made of; what only decoders or training read is left out."""
+    others: dict[str, Any] = dict(num_decoder_layers=0, tied_head=False, dropout_rate=0.0)
+    return dataclasses.replace(network.config.encoder_options(), **others)
+
+
+def _take_encoder(params: dict) -> dict:
+    """Returns the parts of a network's parameters that its encoder reads; dicts are shared."""
+    embedder = "encoder_embedder" if "encoder_embedder" in params else "token_embedder"
+    return {name: params[name] for name in ("encoder", embedder)}
+
+
+def _are_equal_on_host(ours: jax.Array, theirs: jax.Array) -> bool:
+    """Returns whether two arrays have the same bytes, which are read up to the first difference."""
+    first, second = (np.asarray(one).reshape(-1).view(np.uint8) for one in (ours, theirs))
+    starts = range(0, len(first), _BLOCK)
+    return all(
+        np.array_equal(first[start : start + _BLOCK], second[start : start + _BLOCK])
+        for start in starts
+    )
+
+
+@jax.jit
+def _all_equal(ours: Shaped[Array, "..."], theirs: Shaped[Array, "..."]) -> jax.Array:
+    return jnp.all(ours == theirs)
+
+
+def _are_equal(ours: jax.Array, theirs: jax.Array) -> bool:
+    """Returns whether two arrays are equal, compared where they lie."""
+    return bool(_all_equal(ours, theirs))
+
+
+def _replace_arrays(given: dict, kept: dict) -> None:
+    """Puts the arrays of `kept` into `given`, in place: networks made of it share its dicts."""
+    for name, value in given.items():
+        if isinstance(value, dict):
+            _replace_arrays(value, kept[name])
+        else:
+            given[name] = kept[name]
