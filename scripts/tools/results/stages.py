@@ -129,13 +129,13 @@ STAGES: dict[str, Stage] = {
     ),
     "tpu_families": Stage(
         "in bfloat16, one row, by the compiler's estimates",
-        (3, 1),
+        (4, 0),
         elsewhere.measure_tpu_families,
         elsewhere.format_tpu,
     ),
     "loading": Stage(
         "dummy weights, loaded in a process of its own",
-        (6, 1),
+        (4, 0.5),
         loading.measure_loading,
         loading.format_loading,
     ),
