@@ -132,6 +132,7 @@ STAGES: dict[str, Stage] = {
         (4, 0),
         elsewhere.measure_tpu_families,
         elsewhere.format_tpu,
+        timed=False,
     ),
     "loading": Stage(
         "dummy weights, loaded in a process of its own",
