@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -104,6 +105,11 @@ def _say_nothing(line: str) -> None:
     pass
 
 
+_COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
+    "write": write,
+    "convert": convert,
+    "load": load,
+}
 if __name__ == "__main__":
-    command, *arguments = sys.argv[1:]
-    print(json.dumps({"write": write, "convert": convert, "load": load}[command](*arguments)))
+    command, *given = sys.argv[1:]
+    print(json.dumps(_COMMANDS[command](*given)))
