@@ -1,6 +1,7 @@
 """Tests the stages of `scripts/results.py` on toy models: known outputs, rows, cells."""
 
 import gzip
+import importlib.util
 import sys
 
 import pytest
@@ -107,7 +108,16 @@ def test_a_quick_run_takes_minutes():
     assert sum(stage.minutes[False] for stage in STAGES.values()) < 135
 
 
-def test_a_peak_that_is_too_high_falls_short():
+@pytest.mark.slow
+def test_loads_are_measured_from_here_and_from_a_store():
+    """A tiny shape's peak is not its weights', so only what is there is looked at."""
+    fields = dict(num_encoder_layers=1, num_decoder_layers=1, vocab_size=64, emb_dim=16, mlp_dim=16)
+    source = loading.T5._replace(fields=fields)
+    rows = loading.measure_source(source, {"a": None, "b": "pytorch", "c": "t5x"})
+    for row in rows.values():
+        assert row["dtype"] == "float32" and row["local"]["seconds"] > 0
+        assert ("store" in row) == (importlib.util.find_spec("gcsfs") is not None)
+    assert len(rows) == 3 and len({row["gb"] for row in rows.values()}) == 1
     row = {"local": {"peak": 1.3}, "store": {"peak": 1.1}}
     record = {"loading": {"rows": {"formats": {"a": row}}}}
     assert list_shortfalls(record) == {

@@ -25,9 +25,12 @@ PROGRAM = """
 import sys
 import jax
 from absl import app
-from specdec_jax.models import families, t5
+from specdec_jax.models import families, gemma, t5
 
 families.PRESETS["tiny"] = t5.T5Config(32000, 64, 2, 8, 1, 1, 24)
+families.PRESETS["wide-narrow"] = gemma.T5GemmaConfig(
+    32000, 32, 4, 2, 16, 2, 24, num_encoder_layers=2, encoder_emb_dim=48, encoder_mlp_dim=40,
+    encoder_num_heads=2, encoder_num_kv_heads=1)
 sys.path.insert(0, sys.argv[1])
 import tpu_aot
 tpu_aot._devices = jax.devices
@@ -105,6 +108,17 @@ def test_other_drafters_are_compiled_and_sized(drafter):
     if drafter == "recycling":
         assert record["state_gb"] > plain["state_gb"]
         assert compiled("--drafter=recycling", "--tree=widths:2,2")[1]["nodes"] == 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["wide-narrow", "eagle:tiny"])
+def test_a_pair_whose_encoder_is_wider_is_compiled_and_sized(drafter):
+    code, record = compiled(
+        "--target=wide-narrow", f"--drafter={drafter}", "--gamma=2", "--iteration"
+    )
+    plain = compiled("--target=wide-narrow", "--gamma=0")[1]
+    assert code == 0 and record["target"] == "wide-narrow" and record["drafter"] == drafter
+    assert 0 < plain["needed_gb"] < record["needed_gb"] and record["iteration_ms"] == 0
 
 
 @pytest.fixture
