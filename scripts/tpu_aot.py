@@ -10,13 +10,14 @@
     python scripts/tpu_aot.py --num_beams=4 --gamma=3 --iteration     # speculative beam search
     python scripts/tpu_aot.py --drafter=eagle:t5_1_1/large --drafter_layers=1 --iteration
     python scripts/tpu_aot.py --drafter=suffix --gamma=16 --iteration    # or lookahead, recycling
+    python scripts/tpu_aot.py --target=t5gemma/9b-2b --drafter=t5gemma/b-b --gamma=4 --calls
 
 The programs are the package's: `prefill` (both encoders) and `advance` (draft γ, verify, commit, in
 its loop); for a beam search `begin` and `search`, which the package runs as one program. The script
 prints the compiler's memory analysis, the arrays of more than a megabyte that loop bodies copy, and
-with `--times` the compiler's estimate of single calls. Nothing here is a measurement. On a mesh all
-sizes are for one device, the collectives of the loop are counted, and every device holds the whole
-drafter. Exit code 1 if the programs do not fit.
+with `--times` or `--calls` the compiler's estimate of single calls. Nothing here is a measurement.
+On a mesh all sizes are for one device, the collectives of the loop are counted, and every device
+holds the whole drafter. Exit code 1 if the programs do not fit.
 
 With `--chip=all` one process for each chip compiles, and prints a line: the memory that is needed,
 the estimate of an iteration, and the floor under it, which is the bytes of the decoders' weights
@@ -47,6 +48,7 @@ from tools.tpu_chips import CHIPS, Chip, chip_line
 from tools.tpu_estimates import (
     GB,
     call_seconds,
+    estimate_calls,
     floor_ms,
     iteration_ms,
     read_text,
@@ -69,6 +71,9 @@ _MEMORY = flags.DEFINE_float(
 )
 _TIMES = flags.DEFINE_bool(
     "times", False, "Estimate the time of single calls too, for the rows of table 2."
+)
+_CALLS = flags.DEFINE_bool(
+    "calls", False, "Estimate c and v too, from single calls of target and drafting model."
 )
 _ITERATION = flags.DEFINE_bool(
     "iteration", False, "Estimate the time of an iteration too, as --chip=all does."
@@ -179,7 +184,9 @@ def _check(argv: list[str]) -> None:
         raise app.UsageError(
             f"topology: got {_TOPOLOGY.value} with {chip}, expected one of that chip"
         )
-    single = (_TIMES, _MEMORY, _CLOCK, _OUTPUT, _CASE.text, _CASE.tree, _CASE.beams)
+    if _CALLS.value and not _CASE.drafts_chains_by_model():
+        raise app.UsageError("calls: got True, expected a drafting model and a chain, γ above 0")
+    single = (_TIMES, _CALLS, _MEMORY, _CLOCK, _OUTPUT, _CASE.text, _CASE.tree, _CASE.beams)
     for flag in single if _CHIP.value == "all" else ():
         if flag.value:
             raise app.UsageError(f"{flag.name}: got {flag.value} with --chip=all, expected none")
@@ -206,6 +213,8 @@ def main(argv: list[str]) -> None:
         sys.exit(1)
     if case.tree:
         result |= _tree_calls(case, chip)
+    if _CALLS.value:
+        result["calls"] = estimate_calls(case, chip)
     if _TIMES.value:
         result["times"] = times(case, chip)
     if _OUTPUT.value:

@@ -9,6 +9,7 @@ from absl import app, flags
 from specdec_jax.decoding.search_options import BeamOptions
 from specdec_jax.drafters.lookahead import LookaheadDecoding
 from specdec_jax.models.families import PRESETS
+from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.tree_text import read_tree
 from specdec_jax.speculative.trees import DynamicTree, Tree
 from tools.lowering import EAGLE, WITHOUT_MODEL, Case
@@ -24,13 +25,13 @@ class CaseFlags:
         integer = flags.DEFINE_integer
         presets = sorted(name for name, shape in PRESETS.items() if not shape.decoder_only)
         self.target = flags.DEFINE_enum("target", target, presets, "Shape of the target.")
-        eagle = [EAGLE + name for name in presets]
+        eagle = [EAGLE + name for name in presets if isinstance(PRESETS[name], T5Config)]
         self.drafter = flags.DEFINE_enum(
             "drafter",
             "t5_1_1/small",
             [*presets, *eagle, *WITHOUT_MODEL],
-            f"Shape of the drafter, after {EAGLE} of one that reads the target's states and encoder"
-            " output; or a drafter without a model.",
+            f"Shape of the drafter, after {EAGLE} that of a T5 which reads the target's states and"
+            " encoder output; or a drafter without a model.",
         )
         self.drafter_layers = integer(
             "drafter_layers", None, "Decoder layers of the drafting model.", lower_bound=1
@@ -65,8 +66,7 @@ class CaseFlags:
                     f"tree: got {tree} with --{name}={other.value}, expected one of the two"
                 )
         drafter = self.drafter.value
-        own = drafter in WITHOUT_MODEL or drafter.startswith(EAGLE)
-        if beams and own and self.gamma.value:
+        if beams and self._has_own_inputs() and self.gamma.value:
             raise app.UsageError(
                 f"drafter: got {drafter} with --num_beams={beams}, expected a drafting model"
             )
@@ -90,6 +90,16 @@ class CaseFlags:
                 BeamOptions(beams, beam_width=self.width.value)
         except ValueError as error:
             raise app.UsageError(str(error)) from None
+
+    def drafts_chains_by_model(self) -> bool:
+        """Returns whether a drafting model, which reads tokens alone, drafts a chain."""
+        other = self._has_own_inputs() or self.beams.value or self.tree.value
+        return bool(self.gamma.value) and not other
+
+    def _has_own_inputs(self) -> bool:
+        """Returns whether the drafter is no model, or one that reads the target's states."""
+        drafter = self.drafter.value
+        return drafter in WITHOUT_MODEL or drafter.startswith(EAGLE)
 
     def make_case(self, devices: Sequence[Any], **others: Any) -> Case:
         """Returns the programs to compile for `devices`; `others` are further fields."""

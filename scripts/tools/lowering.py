@@ -29,6 +29,7 @@ from specdec_jax.drafters.suffix import SuffixDrafter
 from specdec_jax.models import weight_layouts
 from specdec_jax.models.eagle import EagleConfig, EagleNetwork, StateProjections, init_projections
 from specdec_jax.models.families import PRESETS
+from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.meshes import parse_mesh
 from specdec_jax.models.network import Network, random_params
 from specdec_jax.models.padding import bucket_length
@@ -41,7 +42,7 @@ from specdec_jax.speculative.strategy import AnyConfig, prefill
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS
 from specdec_jax.speculative.trees import DynamicTree, Tree
 
-# Before the preset of a drafting model that reads the target's states and encoder output.
+# Before the preset of a T5 that drafts and reads the target's states and encoder output.
 EAGLE = "eagle:"
 _EARLIER_IDS = 2**17  # of texts that a suffix drafter searches, as in a `SuffixHistory`
 
@@ -177,19 +178,28 @@ class Case:
             lambda leaf: _with_sharding(leaf, getattr(leaf, "sharding", None) or whole), tree
         )
 
-    @functools.cache
-    def network(self, preset: str, drafts: bool = False) -> Network:
-        """Returns the placed shapes of a network in the loop's layout for an accelerator."""
-        rules = self.rules(drafts)
-        backend, int8 = choose_backend(self.platform, rules), self.int8 and not drafts
+    def config(self, preset: str, drafts: bool = False) -> ModelConfig:
+        """Returns the shape of a network, in bfloat16.
+
+        A drafting model after `EAGLE` has the target's vocabulary, and attends to the output of the
+        target's encoder, which need not be as wide as the decoder.
+        """
         few: dict[str, Any] = {}
         if self.layers:
             few = {"num_encoder_layers": 1, "num_decoder_layers": self.layers}
         if drafts and self.drafter_layers:
             few["num_decoder_layers"] = self.drafter_layers
         if preset.startswith(EAGLE):
-            few |= {"num_encoder_layers": 0, "encoder_dim": PRESETS[self.target].emb_dim}
-        config = PRESETS[preset.removeprefix(EAGLE)].replace(dtype="bfloat16", **few)
+            target = PRESETS[self.target]
+            few |= {"num_encoder_layers": 0, "encoder_dim": target.encoded_dim}
+            few["vocab_size"] = target.vocab_size
+        return PRESETS[preset.removeprefix(EAGLE)].replace(dtype="bfloat16", **few)
+
+    @functools.cache
+    def network(self, preset: str, drafts: bool = False) -> Network:
+        """Returns the placed shapes of a network in the loop's layout for an accelerator."""
+        rules, config = self.rules(drafts), self.config(preset, drafts)
+        backend, int8 = choose_backend(self.platform, rules), self.int8 and not drafts
 
         def build():
             params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)

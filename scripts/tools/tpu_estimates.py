@@ -155,6 +155,18 @@ def floor_ms(networks: list[tuple[int, Network]], caches: int, chip: Chip) -> fl
     return round(1e3 * (weights + caches) / (chip.bandwidth * GB), 3)
 
 
+def estimate_calls(case: Case, chip: Chip) -> dict[str, float]:
+    """Returns c and v of a case, from the estimates of single calls as they are compiled."""
+    seconds = functools.partial(call_seconds, case, chip)
+    step, wide = seconds(case.target, 1), seconds(case.target, case.gamma + 1)
+    draft = seconds(case.drafter, 1, drafts=True)
+    return {
+        "target_call_1_ms": round(1e3 * step, 3),
+        "c": round(draft / step, 4),
+        "v": round(wide / step, 3),
+    }
+
+
 def times(case: Case, chip: Chip) -> dict:
     """Returns c, v and the improvement by the compiler's estimates for the rows of table 2.
 

@@ -1,6 +1,7 @@
 """Tests the stages of `scripts/results.py` on toy models: known outputs, rows, cells."""
 
 import gzip
+import importlib.util
 import sys
 
 import pytest
@@ -9,8 +10,17 @@ from toy_models import tiny_t5
 from specdec_jax.decoding.generate import generate
 from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
 from tools.accelerator_figures import ReportSetup
-from tools.results import copying, elsewhere, encoders, rounding_stages, shapes, whole_files
+from tools.results import (
+    copying,
+    elsewhere,
+    encoders,
+    loading,
+    rounding_stages,
+    shapes,
+    whole_files,
+)
 from tools.results.cases import format_speed, time_cases
+from tools.results.shortfalls import list_shortfalls
 from tools.results.stage import Settings, Skipped
 from tools.results.stages import STAGES
 from tools.results.texts import read_texts, require_pairs
@@ -81,11 +91,38 @@ def test_cells():
     text = elsewhere.format_tpu(memory | {"floor_ms": 2.7, "collectives": {"all-reduce": 73}})
     assert text == "5.8 of 32 GB, fits; 2.0 ms an iteration, its bytes 2.7; 73 collectives"
     assert elsewhere.format_tpu({"failed": "does not fit"}) == "does not fit"
+    pair = memory | {"floor_ms": 1.8, "c": 0.125, "v": 1.02}
+    rows = elsewhere.compare_with_plain({"plain": memory, "drafted": pair | {"iteration_ms": 3.0}})
+    text = "5.8 of 32 GB, fits; 3.0 ms an iteration, its bytes 1.8; c 0.12, v 1.02; pays from 1.50"
+    assert elsewhere.format_tpu(rows["drafted"]) == f"{text} tokens a call"
+    row = {"dtype": "float32", "gb": 1.942, "local": {"seconds": 2.0, "peak": 1.056}}
+    text = "1.94 GB in float32: peak 1.06 times that, 2.0 s"
+    assert loading.format_loading(row) == text
+    row["store"] = {"seconds": 9.0, "peak": 1.2}
+    text += "; from the store 1.20, 9.0 s, 4.5 times as long"
+    assert loading.format_loading(row) == text
 
 
 def test_a_quick_run_takes_minutes():
     assert sum(stage.minutes[True] for stage in STAGES.values()) < 26
     assert sum(stage.minutes[False] for stage in STAGES.values()) < 135
+
+
+@pytest.mark.slow
+def test_loads_are_measured_from_here_and_from_a_store():
+    """A tiny shape's peak is not its weights', so only what is there is looked at."""
+    fields = dict(num_encoder_layers=1, num_decoder_layers=1, vocab_size=64, emb_dim=16, mlp_dim=16)
+    source = loading.T5._replace(fields=fields)
+    rows = loading.measure_source(source, {"a": None, "b": "pytorch", "c": "t5x"})
+    for row in rows.values():
+        assert row["dtype"] == "float32" and row["local"]["seconds"] > 0
+        assert ("store" in row) == (importlib.util.find_spec("gcsfs") is not None)
+    assert len(rows) == 3 and len({row["gb"] for row in rows.values()}) == 1
+    row = {"local": {"peak": 1.3}, "store": {"peak": 1.1}}
+    record = {"loading": {"rows": {"formats": {"a": row}}}}
+    assert list_shortfalls(record) == {
+        "loading: peak memory over the weights, of the worst format (asked: below 1.2)": "1.30"
+    }
 
 
 @pytest.mark.slow

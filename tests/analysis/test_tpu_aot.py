@@ -14,7 +14,7 @@ from sample_records import ESTIMATE, parse
 
 import specdec_jax as sd
 from specdec_jax.analysis.report import page, records
-from specdec_jax.models import families, t5
+from specdec_jax.models import families, gemma, t5
 from tools import tpu_estimates
 from tools.compiled_text import collectives, computations, loop_copies
 from tools.lowering import Case, size
@@ -25,9 +25,12 @@ PROGRAM = """
 import sys
 import jax
 from absl import app
-from specdec_jax.models import families, t5
+from specdec_jax.models import families, gemma, t5
 
 families.PRESETS["tiny"] = t5.T5Config(32000, 64, 2, 8, 1, 1, 24)
+families.PRESETS["wide-narrow"] = gemma.T5GemmaConfig(
+    32000, 32, 4, 2, 16, 2, 24, num_encoder_layers=2, encoder_emb_dim=48, encoder_mlp_dim=40,
+    encoder_num_heads=2, encoder_num_kv_heads=1)
 sys.path.insert(0, sys.argv[1])
 import tpu_aot
 tpu_aot._devices = jax.devices
@@ -105,6 +108,17 @@ def test_other_drafters_are_compiled_and_sized(drafter):
     if drafter == "recycling":
         assert record["state_gb"] > plain["state_gb"]
         assert compiled("--drafter=recycling", "--tree=widths:2,2")[1]["nodes"] == 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["wide-narrow", "eagle:tiny"])
+def test_a_pair_whose_encoder_is_wider_is_compiled_and_sized(drafter):
+    code, record = compiled(
+        "--target=wide-narrow", f"--drafter={drafter}", "--gamma=2", "--iteration"
+    )
+    plain = compiled("--target=wide-narrow", "--gamma=0")[1]
+    assert code == 0 and record["target"] == "wide-narrow" and record["drafter"] == drafter
+    assert 0 < plain["needed_gb"] < record["needed_gb"] and record["iteration_ms"] == 0
 
 
 @pytest.fixture
@@ -266,6 +280,17 @@ def test_estimates_of_table_2_are_what_the_page_reads(monkeypatch):
     assert found["target_call_1_ms"] == 3000 and "not a measurement" in found["what"]
 
 
+def test_c_and_v_are_ratios_of_single_calls(monkeypatch):
+    calls = {("t5_1_1/xxl", 8): 9e-3, ("t5_1_1/xxl", 1): 8e-3, ("t5_1_1/small", 1): 1e-3}
+    monkeypatch.setattr(
+        tpu_estimates,
+        "call_seconds",
+        lambda case, chip, preset, width, drafts=False: calls[preset, width],
+    )
+    found = tpu_estimates.estimate_calls(PAIR, CHIPS["v4"])
+    assert found == {"target_call_1_ms": 8.0, "c": 0.125, "v": 1.125}
+
+
 @pytest.fixture
 def case(monkeypatch):
     """Two tiny models on this machine's fake devices."""
@@ -284,6 +309,34 @@ def test_networks_are_shapes_on_the_devices(case):
     )  # only the target's weights are rounded
     assert case.make_drafter() is not None
     assert dataclasses.replace(case, gamma=0).make_drafter() is None
+
+
+WIDE = 48  # the encoder's width, that of the decoder is 32
+
+
+@pytest.fixture
+def unbalanced(case, monkeypatch):
+    """A T5Gemma whose encoder is wider than its decoder."""
+    encoder = dict(num_encoder_layers=1, encoder_emb_dim=WIDE, encoder_mlp_dim=24)
+    heads = dict(encoder_num_heads=2, encoder_num_kv_heads=1)
+    shape = gemma.T5GemmaConfig(500, 32, 4, 2, 16, 1, 24, **encoder, **heads)
+    monkeypatch.setitem(families.PRESETS, "wide-narrow", shape)
+    return dataclasses.replace(case, target="wide-narrow")
+
+
+@pytest.mark.parametrize("drafter", ["wide-narrow", "eagle:tiny"])
+def test_an_encoder_wider_than_the_decoder_is_lowered(unbalanced, drafter):
+    """A drafter without an encoder attends to outputs of its width, another has its own encoder."""
+    case = dataclasses.replace(unbalanced, drafter=drafter)
+    (network,) = case.make_drafter().encoders
+    assert network.vocab_size == 500  # not that of the shape's own family
+    cross = network.params["decoder"]["layers_0"]["encoder_decoder_attention"]["key"]["kernel"]
+    assert ("encoder" in network.params) == (drafter == "wide-narrow") and len(cross) == WIDE
+    if drafter != "wide-narrow":
+        projections = case.make_drafter().network.params  # of the decoder's states
+        assert projections["target_state"]["kernel"].shape == (32, 64)
+    state = case.lowered_start().out_info
+    assert len(state.lengths) == 4 and jax.tree.leaves(state.draft_state)
 
 
 def test_a_mesh_of_more_devices_than_there_are_is_rejected(case):
@@ -338,6 +391,9 @@ def test_every_chip_has_a_process_and_a_line(script, monkeypatch, capfd):
     [
         (["--chip=all", "--times"], "times: got True"),
         (["--chip=all", "--memory_gb=3"], "memory_gb: got 3"),
+        (["--chip=all", "--calls"], "calls: got True with --chip=all"),
+        (["--calls", "--gamma=0"], "expected a drafting model and a chain"),
+        (["--calls", "--drafter=suffix"], "expected a drafting model and a chain"),
         (["--chip=all", "--tree=widths:2"], "tree: got widths:2"),
         (
             ["--quantize=int8", "--mesh=1x4"],

@@ -41,8 +41,8 @@ def measure_t5x(settings: Settings) -> Rows:
 
 
 def compile_for_tpu(*more: str) -> dict[str, Any]:
-    """Returns the record of `tpu_aot.py` for T5-XXL, whose floor is of an iteration."""
-    command = [sys.executable, str(SCRIPTS / "tpu_aot.py"), "--target=t5_1_1/xxl", *more]
+    """Returns the record of `tpu_aot.py`, by default for T5-XXL; its floor is of an iteration."""
+    command = [sys.executable, str(SCRIPTS / "tpu_aot.py"), *more]
     ended = subprocess.run(command, capture_output=True, text=True)
     if "{" not in ended.stdout:
         raise RuntimeError(ended.stderr[-500:])
@@ -55,7 +55,7 @@ def estimate(*more: str) -> Row:
     if "failed" in record:
         return {"failed": "does not fit" * ("RESOURCE_EXHAUSTED" in record["failed"])}
     names = ("needed_gb", "memory_gb", "fits", "iteration_ms", "floor_ms", "collectives")
-    return {one: record.get(one) for one in names}
+    return {one: record.get(one) for one in names} | record.get("calls", {})
 
 
 def measure_accelerator(settings: Settings) -> Rows:
@@ -165,6 +165,24 @@ DRAFTERS: dict[str, Sequence[str]] = {
 }
 
 
+# The target of each, and the options of each row; the first is plain decoding.
+FAMILIES: dict[str, dict[str, Sequence[str]]] = {
+    "t5gemma/9b-2b": {
+        "T5Gemma 9B-2B, plain": ("--gamma=0",),
+        "T5Gemma 9B-2B with B-B, γ = 4": ("--drafter=t5gemma/b-b", "--gamma=4", "--calls"),
+        "T5Gemma 9B-2B with S-S, γ = 4": ("--drafter=t5gemma/s-s", "--gamma=4", "--calls"),
+    },
+    "t5gemma2/4b-4b": {
+        "T5Gemma 2 4B, plain": ("--gamma=0",),
+        "T5Gemma 2 4B with 270M, γ = 4": (
+            "--drafter=t5gemma2/270m-270m",
+            "--gamma=4",
+            "--calls",
+        ),
+    },
+}
+
+
 def measure_tpu(settings: Settings) -> Rows:
     """Compiles T5-XXL with drafters for TPUs; seconds are the compiler's estimates."""
     if importlib.util.find_spec("libtpu") is None:
@@ -184,12 +202,30 @@ def measure_tpu_drafters(settings: Settings) -> Rows:
     if importlib.util.find_spec("libtpu") is None:
         raise Skipped("libtpu is not installed")
     names = list(DRAFTERS)[: settings.choose(len(DRAFTERS), 3)]
-    rows = {name: estimate(*DRAFTERS[name]) for name in names}
-    plain_ms = rows["plain"].get("iteration_ms")
-    for name in names[1:]:
-        if plain_ms and rows[name].get("iteration_ms"):
-            rows[name]["break_even"] = round(rows[name]["iteration_ms"] / plain_ms, 3)
+    return {"v4": compare_with_plain({name: estimate(*DRAFTERS[name]) for name in names})}
+
+
+def measure_tpu_families(settings: Settings) -> Rows:
+    """Compiles T5Gemma 1 and 2 with drafters for a TPU v4."""
+    if settings.quick:
+        raise Skipped("measured by a run in full only")
+    if importlib.util.find_spec("libtpu") is None:
+        raise Skipped("libtpu is not installed")
+    rows: dict[str, Row] = {}
+    for target, cases in FAMILIES.items():
+        rows |= compare_with_plain(
+            {name: estimate(f"--target={target}", *more) for name, more in cases.items()}
+        )
     return {"v4": rows}
+
+
+def compare_with_plain(rows: dict[str, Row]) -> dict[str, Row]:
+    """Adds to rows the tokens a call from which they pay; the first one is plain decoding."""
+    plain, *others = rows.values()
+    for row in others:
+        if plain.get("iteration_ms") and row.get("iteration_ms"):
+            row["break_even"] = round(row["iteration_ms"] / plain["iteration_ms"], 3)
+    return rows
 
 
 def estimate_paper() -> dict[str, Row]:
@@ -210,7 +246,7 @@ def format_tpu(row: Row) -> str:
     """Returns memory and the estimate of an iteration, or c, v and the improvement."""
     if "failed" in row:
         return row["failed"] or "not compiled"
-    if "c" in row:
+    if "measured_paper" in row:
         text = f"c {row['c']:.3f}, v {row['v']:.2f}, {row['improvement']:.2f} times plain decoding"
         return f"{text}; the paper measured {row['measured_paper']:.1f}"
     fits = "fits" if row["fits"] else "does not fit"
@@ -218,6 +254,8 @@ def format_tpu(row: Row) -> str:
     if row["iteration_ms"] is not None:
         text += f"; {row['iteration_ms']:.1f} ms an iteration"
     text += f", its bytes {row['floor_ms']:.1f}"
+    if "c" in row:
+        text += f"; c {row['c']:.2f}, v {row['v']:.2f}"
     if "break_even" in row:
         text += f"; pays from {row['break_even']:.2f} tokens a call"
     if row.get("collectives"):

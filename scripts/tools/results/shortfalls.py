@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tools.results.loading import MOST
 from tools.results.scaling import TOLERANCE
 from tools.results.stage import Row
 
@@ -58,6 +59,15 @@ def list_shortfalls(stages: Mapping[str, Any]) -> dict[str, str]:
     lengths = [row for one in rows("encoders") for row in one.values() if "over_best" in row]
     others = [row["over_best"]["median"] for row in lengths]
     add("an encoder over the best other library's, at the worst length", others, "at most 0.8", max)
+    peaks = [
+        row[place]["peak"]
+        for one in rows("loading")
+        for row in one.values()
+        for place in ("local", "store")
+        if place in row
+    ]
+    name = "loading: peak memory over the weights, of the worst format"
+    add(name, [peak for peak in peaks if peak >= MOST], f"below {MOST}", max)
     for one in (one for one in rows("accelerator") if "draft step" in one):
         add("T5-XXL with T5-small: c of a draft step", [one["draft step"]["c"]], "0.02", max)
         short = [one["int8, call over 1"]["over_full"]]

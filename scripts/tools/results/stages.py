@@ -5,6 +5,7 @@ from tools.results import (
     elsewhere,
     encoders,
     learning,
+    loading,
     only,
     pair,
     rounding_stages,
@@ -125,5 +126,18 @@ STAGES: dict[str, Stage] = {
         elsewhere.measure_tpu_drafters,
         elsewhere.format_tpu,
         timed=False,
+    ),
+    "tpu_families": Stage(
+        "in bfloat16, one row, by the compiler's estimates",
+        (4, 0),
+        elsewhere.measure_tpu_families,
+        elsewhere.format_tpu,
+        timed=False,
+    ),
+    "loading": Stage(
+        "dummy weights, loaded in a process of its own",
+        (4, 0.5),
+        loading.measure_loading,
+        loading.format_loading,
     ),
 }
