@@ -146,7 +146,8 @@ def open_vocabulary(folder: AnyPath, entry: dict) -> Vocabulary:
             expected = f"an id below {vocabulary.size}"
             raise mismatch_error(f"{file}: vocabulary: pad_id", quote_value(pad_id), expected)
         vocabulary.set_pad_id(pad_id)
-    if (languages := entry.get("languages")) is not None and kind == "tokenizer_json":
+    languages = entry.get("languages")
+    if languages is not None and isinstance(vocabulary, vocabularies.TokenizerJsonVocabulary):
         try:
             vocabulary.set_languages(Languages.read(languages, vocabulary.size))
         except ValueError as error:
