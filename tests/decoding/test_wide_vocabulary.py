@@ -22,6 +22,7 @@ def make_model(layers: int) -> sd.LanguageModel:
     return sd.LanguageModel.random(sd.T5Config(PIECES, 8, 1, 8, 1, layers, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not native.is_available(), reason=native.describe_state())
 def test_a_step_by_argmax_makes_no_array_over_the_ids():
     """Not even the logits: the CPU's kernel keeps a row's greatest one."""
