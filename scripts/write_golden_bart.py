@@ -12,8 +12,9 @@ Each model's `io.npz` holds, for B = 4 rows of which three are padded:
   inputs [B, L], input_lengths [B]: encoder ids.
   decoder_tokens [B, T], logits [B, T, V]: teacher-forced decoder inputs, start token first, and
     their logits.
-  greedy [B, T], beams [B, T]: new tokens, −1 after the EOS: by argmax, without padding and without
-    repeated pairs; and by 4 beams with the defaults of the model's generation_config.json.
+  greedy [B, T], beams [B, T]: new tokens, −1 after the EOS: by argmax, without repeated pairs and,
+    but for bart_untied, without padding; and by 4 beams with the defaults of the model's
+    generation_config.json.
 """
 
 import json
@@ -104,7 +105,50 @@ MODELS: dict[str, tuple[str, dict, dict, str]] = {
         dict(forced_bos_token_id=44, early_stopping=True),
         "pytorch_model.bin",
     ),
+    # Another head than the embedding, and outputs that may have padding.
+    "bart_untied": (
+        "BartForConditionalGeneration",
+        dict(
+            pad_token_id=1,
+            bos_token_id=0,
+            eos_token_id=2,
+            decoder_start_token_id=2,
+            tie_word_embeddings=False,
+        ),
+        dict(bad_words_ids=None),
+        "model.safetensors",
+    ),
+    # Outputs start with their language.
+    "mbart_25": (
+        "MBartForConditionalGeneration",
+        dict(
+            pad_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=45,
+            activation_function="gelu",
+            scale_embedding=True,
+            decoder_layers=1,
+        ),
+        dict(forced_eos_token_id=2),
+        "model.safetensors",
+    ),
+    # Tables of positions that are no sines.
+    "pegasus_table": (
+        "PegasusForConditionalGeneration",
+        dict(
+            pad_token_id=0,
+            eos_token_id=1,
+            decoder_start_token_id=0,
+            activation_function="relu",
+            scale_embedding=True,
+            encoder_layers=1,
+        ),
+        dict(forced_eos_token_id=1),
+        "model.safetensors",
+    ),
 }
+OTHER_TABLES = "pegasus_table"
+SEEDS = dict(bart_untied=19)  # for which padding comes out; else the sum of a name's letters
 
 
 def build_model(name: str) -> Any:
@@ -115,17 +159,21 @@ def build_model(name: str) -> Any:
     kind, options, generation, _ = MODELS[name]
     family = kind.removesuffix("ForConditionalGeneration").removesuffix("MTModel")
     config = getattr(transformers, f"{family}Config")(**SIZES | options)
-    torch.manual_seed(sum(map(ord, name)))
+    torch.manual_seed(SEEDS.get(name, sum(map(ord, name))))
     model = getattr(transformers, kind)(config).eval()
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
-            if "embed_positions" in key and kind.startswith(("Marian", "Pegasus")):
-                continue  # sines
+            is_sines = kind.startswith(("Marian", "Pegasus")) and name != OTHER_TABLES
+            if "embed_positions" in key and is_sines:
+                continue
             scale = 1.0 if "norm" in key and key.endswith("weight") else 0.0
             # So that outputs depend on more than the last token, whose embedding is the head's.
             spread = 0.1 if "shared" in key or "embed_tokens" in key else 0.5
             tensor.copy_((scale + spread * torch.randn_like(tensor)).half().float())
         model.tie_weights()
+        if not config.tie_word_embeddings:  # else no embedding is tied, nor the stacks' two
+            for stack in (model.model.encoder, model.model.decoder):
+                stack.embed_tokens.weight.copy_(model.model.shared.weight)
     pad = options["pad_token_id"]
     beams = dict(num_beams=4, no_repeat_ngram_size=2)
     defaults = dict(max_length=TARGET + 1, bad_words_ids=[[pad]]) | beams | generation
@@ -176,13 +224,15 @@ def write_model(name: str, folder: pathlib.Path) -> None:
         fed = torch.tensor(forced, dtype=torch.long)
         logits = model(**given, decoder_input_ids=fed).logits.numpy()
         ids = {key: value for key, value in options.items() if key.endswith("token_id")}
-        plain = transformers.GenerationConfig(
-            **ids, max_new_tokens=TARGET, bad_words_ids=[[pad]], no_repeat_ngram_size=2
-        )
         defaults = model.generation_config
+        forbidden = defaults.bad_words_ids
+        plain = transformers.GenerationConfig(
+            **ids, max_new_tokens=TARGET, bad_words_ids=forbidden, no_repeat_ngram_size=2
+        )
         model.generation_config = transformers.GenerationConfig()
         greedy = model.generate(**given, generation_config=plain)
         beams = model.generate(**given, generation_config=defaults)
+    print(name, greedy.tolist(), beams.tolist(), sep="\n")
     np.savez_compressed(
         folder / "io.npz",
         inputs=inputs,
@@ -238,7 +288,8 @@ def main(folder: pathlib.Path, names: list[str]) -> None:
     """Writes the folders of all models, or of those that are named."""
     for name in names or MODELS:
         write_model(name, folder / "hf_bart" / name)
-    write_tokenizer(folder)
+    if not names:
+        write_tokenizer(folder)
 
 
 if __name__ == "__main__":

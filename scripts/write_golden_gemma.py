@@ -109,10 +109,23 @@ MODELS: dict[str, tuple[str, dict, dict, dict]] = {
         dict(num_hidden_layers=2, num_attention_heads=2, intermediate_size=20, sliding_window=5),
         dict(eos_token_id=[1, 7]),
     ),
+    "gemma3_untied": (
+        "Gemma3ForCausalLM",
+        GEMMA_3 | dict(num_hidden_layers=3, num_key_value_heads=2, final_logit_softcapping=None),
+        {},
+        dict(eos_token_id=[1, 7]),
+    ),
+    "t5gemma2_untied": (
+        "T5Gemma2ForConditionalGeneration",
+        GEMMA_3 | dict(num_hidden_layers=3, final_logit_softcapping=None),
+        dict(num_hidden_layers=2, intermediate_size=20, sliding_window=4),
+        dict(eos_token_id=[1, 7]),
+    ),
 }
+UNTIED = "gemma2_plain", "t5gemma_plain", "gemma3_untied", "t5gemma2_untied"
 # For which ids of padding come out, and rows end in several ways.
 SEEDS = dict(gemma2_capped=15, gemma2_plain=41, t5gemma_capped=3, t5gemma_plain=3)
-SEEDS |= dict(gemma3_text=1, t5gemma2=1)
+SEEDS |= dict(gemma3_text=1, t5gemma2=1, gemma3_untied=1, t5gemma2_untied=1)
 
 
 def build_model(name: str) -> Any:
@@ -122,7 +135,7 @@ def build_model(name: str) -> Any:
 
     kind, options, encoder, generation = MODELS[name]
     decoder = STACK | options
-    tied = dict(tie_word_embeddings=name not in ("gemma2_plain", "t5gemma_plain"))
+    tied = dict(tie_word_embeddings=name not in UNTIED)
     config_class = getattr(transformers, kind).config_class
     if "rope_parameters" in decoder and "layer_types" not in decoder:
         decoder["layer_types"] = ["sliding_attention"] * 2 + ["full_attention"]
@@ -148,6 +161,10 @@ def build_model(name: str) -> Any:
             spread = 0.1 if "embed_tokens.weight" in key else 0.35
             tensor.copy_((spread * torch.randn_like(tensor)).half().float())
         model.tie_weights()
+        if name == "t5gemma2_untied":  # or its stacks' embeddings would differ, too
+            encoder_embedder = model.model.encoder.get_input_embeddings()
+            for key, tensor in model.model.decoder.embed_tokens.state_dict().items():
+                encoder_embedder.state_dict()[key].copy_(tensor)
     ids = dict(pad_token_id=0, bos_token_id=2, eos_token_id=decoder["eos_token_id"])
     beams = dict(num_beams=4, no_repeat_ngram_size=2, max_new_tokens=TARGET)
     model.generation_config = transformers.GenerationConfig(**ids | beams | generation)

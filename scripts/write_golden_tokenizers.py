@@ -181,8 +181,7 @@ def write_codet5(folder: pathlib.Path) -> None:
 
 def write_spiece(folder: pathlib.Path, **ids: int) -> None:
     """Writes a small SentencePiece model with these special ids."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(SENTENCES.strip().splitlines()),

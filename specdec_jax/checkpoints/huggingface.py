@@ -19,8 +19,10 @@ from specdec_jax.files import reading
 from specdec_jax.files.places import AnyPath
 from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.files.writing import write_file
+from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.tokenizers import huggingface_folders
+from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 _READERS: tuple[Any, ...] = (
     huggingface_t5,
@@ -81,6 +83,7 @@ def open_folder(folder: AnyPath) -> Checkpoint:
     eos_ids = _read_ids(files, "eos_token_id")
     eos_ids = reader.NO_EOS if eos_ids is None else eos_ids
     vocabulary = huggingface_folders.open_folder(folder, eos_ids or (), config.vocab_size)
+    _set_pad_id(vocabulary, options.get("pad_token_id"), config, eos_ids or ())
     # As in transformers, config.json sets how a model decodes only without the other file, and
     # its `task_specific_params` count only where a caller asks for them.
     source, content = files[0 if generation_path.exists() else 1]
@@ -88,6 +91,16 @@ def open_folder(folder: AnyPath) -> Checkpoint:
     own = getattr(reader, "list_notes", lambda folder, tensors: ())
     notes = (*notes, *own(folder, tensors), *defaults.lines(folder, source.name))
     return Checkpoint(config, parameters, vocabulary, start[0], eos_ids, None, defaults, notes)
+
+
+def _set_pad_id(
+    vocabulary: Vocabulary | None, pad_id: Any, config: ModelConfig, eos_ids: tuple[int, ...]
+) -> None:
+    """Sets the id that pads inputs, if config.json gives it and the tokenizer's files do not."""
+    if vocabulary is None or vocabulary.pad_id is not None or config.decoder_only:
+        return
+    if type(pad_id) is int and 0 <= pad_id < vocabulary.size and pad_id not in eos_ids:
+        vocabulary.set_pad_id(pad_id)
 
 
 def _choose_reader(path: AnyPath, options: dict) -> Any:

@@ -108,8 +108,19 @@ def open_model(
         text = options["model_type"] == "gemma3"
         stack = _nested(path, options, _TEXT) if text else options
         fields, shape = _read_stack(path, stack, kind), GemmaConfig
-    config = build(shape, fields | {"logits_via_embedding": tied}, path, _FIELDS)
+    fields |= {"logits_via_embedding": tied, "image_id": _read_image_id(path, options)}
+    config = build(shape, fields, path, _FIELDS)
     return config, _rename_tensors(folder, config, tensors)
+
+
+def _read_image_id(path: AnyPath, options: dict) -> int | None:
+    """Returns the id that stands for images, under its new or old name, or None."""
+    for name in ("image_token_id", "image_token_index"):
+        if (given := options.get(name)) is not None:
+            if type(given) is not int or given < 0:
+                raise mismatch_error(f"{path}: {name}", quote_value(given), "an id")
+            return given
+    return None
 
 
 def _nested(path: AnyPath, options: dict, name: str) -> dict:

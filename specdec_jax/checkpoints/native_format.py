@@ -133,14 +133,21 @@ def open_vocabulary(folder: AnyPath, entry: dict) -> Vocabulary:
         raise mismatch_error(
             folder, f"no vocabulary {places[0].name}", "it there or in the folder above"
         )
-    if kind == "sentencepiece":
-        return vocabularies.SentencePieceVocabulary.load(
-            path, vocabularies.check_extra_ids(extra_ids, file)
-        )
     if kind == "piece_table":
         return PieceTableVocabulary.load(path)
-    vocabulary = vocabularies.TokenizerJsonVocabulary.load(path, entry.get("eos_ids", ()))
-    if (languages := entry.get("languages")) is not None:
+    vocabulary: Vocabulary
+    if kind == "sentencepiece":
+        count = vocabularies.check_extra_ids(extra_ids, file)
+        vocabulary = vocabularies.SentencePieceVocabulary.load(path, count)
+    else:
+        vocabulary = vocabularies.TokenizerJsonVocabulary.load(path, entry.get("eos_ids", ()))
+    if (pad_id := entry.get("pad_id")) is not None:
+        if type(pad_id) is not int or not 0 <= pad_id < vocabulary.size:
+            expected = f"an id below {vocabulary.size}"
+            raise mismatch_error(f"{file}: vocabulary: pad_id", quote_value(pad_id), expected)
+        vocabulary.set_pad_id(pad_id)
+    languages = entry.get("languages")
+    if languages is not None and isinstance(vocabulary, vocabularies.TokenizerJsonVocabulary):
         try:
             vocabulary.set_languages(Languages.read(languages, vocabulary.size))
         except ValueError as error:
@@ -158,12 +165,14 @@ def describe_vocabulary(vocabulary: Vocabulary | None) -> tuple[dict | None, byt
     """Returns a vocabulary's entry in config.json and the contents of its file, b"" without one."""
     if vocabulary is None:
         return None, b""
+    given = getattr(vocabulary, "given_pad_id", None)
+    own = {} if given is None else {"pad_id": given}
     if isinstance(vocabulary, vocabularies.SentencePieceVocabulary):
         entry = {"kind": "sentencepiece", "file": "spiece.model", "extra_ids": vocabulary.extra_ids}
-        return entry, vocabulary.model
+        return entry | own, vocabulary.model
     if isinstance(vocabulary, vocabularies.TokenizerJsonVocabulary):
         entry = {"kind": "tokenizer_json", "file": "tokenizer.json"}
-        entry |= {"eos_ids": list(vocabulary.eos_ids)}
+        entry |= {"eos_ids": list(vocabulary.eos_ids)} | own
         if vocabulary.languages is not None:
             entry["languages"] = vocabulary.languages.written()
         return entry, vocabulary.text.encode("utf-8")

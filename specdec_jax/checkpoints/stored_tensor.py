@@ -140,11 +140,14 @@ class Checkpoint:
 def is_same_tensor(first: StoredTensor, second: StoredTensor) -> bool:
     """Returns whether two tensors are one, or have the same bits; a file may hold copies.
 
-    What is no matrix of floating-point numbers is never the same: it is rejected by its own name.
+    What is no matrix or vector of floating-point numbers is never the same: it is rejected by its
+    own name.
     """
     if first is second or first.shape != second.shape:
         return first is second
-    if first.dtype != second.dtype or first.dtype not in FLOATS or len(first.shape) != 2:
+    if first.dtype != second.dtype or first.dtype not in FLOATS:
+        return False
+    if len(first.shape) not in (1, 2):
         return False
     one, two = (part.load(part.dtype).reshape(-1).view(np.uint8) for part in (first, second))
     return np.array_equal(one, two)

@@ -105,7 +105,19 @@ def as_ids(
         which = f"({name} {row}: id {array[row, place]})"
         expected = f"expected 0 to {vocab_size - 1}"
         raise ValueError(f"{whole}: got ids outside the vocabulary, {expected} {which}")
+    if config.image_id is not None:
+        images = np.any(inside & (array == config.image_id), axis=1)
+        if np.any(images):
+            raise _image_error(target, f"{name} {np.argmax(images)}")
     return array.astype(np.int32), lengths
+
+
+def _image_error(target: LanguageModel, place: str) -> ValueError:
+    """Makes the error of an input with the id of images, of which no model here reads any."""
+    expected = "text alone: the weights that read images are left out"
+    return ValueError(
+        f"{place}: got id {target.config.image_id}, which stands for an image, expected {expected}"
+    )
 
 
 def _as_array(name: str, inputs: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -240,6 +252,8 @@ def encode(
             got = f"the token {target.vocabulary.piece(token)!r} with id {token}"
             expected = f"ids below the model's {vocab_size} logits"
             raise ValueError(f"sentence {number}: got {got}, expected {expected}")
+        if target.config.image_id in ids:
+            raise _image_error(target, f"sentence {number}")
     lengths, most = list(map(len, inputs)), target.config.max_positions
     longest = cut_to_positions(target, max_input_length)
     check_input_lengths("sentence", lengths, longest, most, 1, "--max_input_length")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from specdec_jax.backends.backend import Backend
 from specdec_jax.models.block_options import BlockOptions
@@ -119,9 +119,21 @@ class BartConfig(PositionTableConfig):
         return BART_PRESETS
 
 
-_MARIAN = dict(pad_id=58100, embedding_norm=False, scale_embedding=True, mlp_activation="silu")
+_MARIAN: dict[str, Any] = dict(
+    pad_id=58100, embedding_norm=False, scale_embedding=True, mlp_activation="silu"
+)
+_PRE: dict[str, Any] = dict(norm_place="pre", scale_embedding=True, mlp_activation="relu")
+_PEGASUS = _PRE | dict(embedding_norm=False, pad_id=0)
+_M2M = _PRE | dict(embedding_norm=False, logits_bias=False)
+
+
 BART_PRESETS = {
     "bart/base": BartConfig(50265, 768, 12, 6, 6, 3072),
     "bart/large": BartConfig(50264, 1024, 16, 12, 12, 4096),
-    "marian/opus": BartConfig(58101, 512, 8, 6, 6, 2048, 512, **_MARIAN),  # type: ignore[arg-type]
+    "mbart/large": BartConfig(250054, 1024, 16, 12, 12, 4096, **_PRE),
+    "marian/opus": BartConfig(58101, 512, 8, 6, 6, 2048, 512, **_MARIAN),
+    "pegasus/large": BartConfig(96103, 1024, 16, 16, 16, 4096, **_PEGASUS),
+    "m2m100/418m": BartConfig(128112, 1024, 16, 12, 12, 4096, **_M2M),
+    "nllb/600m": BartConfig(256206, 1024, 16, 12, 12, 4096, **_M2M),
+    "nllb/3.3b": BartConfig(256206, 2048, 16, 24, 24, 8192, **_M2M),
 }

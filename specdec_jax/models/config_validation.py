@@ -34,6 +34,7 @@ _COUNTS = {
     "num_blocks": (0, 100),
     "pad_id": (0, 10_000_000),
     "apart_id": (0, 10_000_000),
+    "image_id": (0, 10_000_000),
     "encoder_vocab_size": (1, 10_000_000),
 }
 _POSITIVE = (

@@ -51,6 +51,7 @@ class ModelConfig:
       logits_via_embedding, dropout_rate, matmul_dtype: as in `T5Config`; fields of it may be
         declared only with defaults.
       encoder_dim: as in `T5Config`; None for every other family.
+      image_id: as in `GemmaConfig`; None for every other family.
       encoded_dim: width of what the network's own encoder returns.
       max_positions: the longest sequence of the decoder, prompt and new tokens together; None: no
         limit.
@@ -81,6 +82,10 @@ class ModelConfig:
     def shares_vocabulary(self) -> bool:
         """Whether an id is the same token in an input as in an output."""
         return True
+
+    @property
+    def image_id(self) -> int | None:
+        return None
 
     @property
     def logits_via_embedding(self) -> bool:

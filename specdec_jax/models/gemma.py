@@ -39,6 +39,7 @@ class GemmaConfig(ModelConfig):
       dropout_rate: rate in training.
       dtype: name of the computation's dtype, "float32" or "bfloat16".
       matmul_dtype: dtype to which operands of products are rounded (training); None: `dtype`.
+      image_id: id that stands for a part of an image, which inputs may not have; None: none.
     """
 
     vocab_size: int
@@ -61,6 +62,7 @@ class GemmaConfig(ModelConfig):
     dropout_rate: float = 0.0
     dtype: str = "float32"
     matmul_dtype: str | None = None
+    image_id: int | None = dataclasses.field(kw_only=True, default=None)
     family: ClassVar[str] = "gemma"
     decoder_only: ClassVar[bool] = True
 

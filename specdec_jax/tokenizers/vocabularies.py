@@ -73,6 +73,8 @@ class Vocabulary(abc.ABC):
       frame: the ids that the tokenizer's files put before and after a text; None if the files do
         not say: then the first EOS id is put after an encoder's input, as for every T5.
       pad_id: id that pads inputs; None if there is none.
+      given_pad_id: the same where the model's configuration gives it and the vocabulary's file does
+        not (MADLAD-400); else None.
       languages: the languages of a multilingual model; None: it has none.
       shares_ids: whether an id is the same piece in an input as in an output.
     """
@@ -81,6 +83,7 @@ class Vocabulary(abc.ABC):
     eos_ids: tuple[int, ...] = (EOS_ID,)
     frame: Frame | None = None
     pad_id: int | None = PAD_ID
+    given_pad_id: int | None = None
     languages: Languages | None = None
     shares_ids: bool = True
     _lacks_source = False  # whether inputs need a language that nobody has given
@@ -103,6 +106,10 @@ class Vocabulary(abc.ABC):
             raise mismatch_error("source_language", "none", self.languages.listed())
         before, after = self.frame or ((), self.eos_ids[:1])
         return [*before, *self.encode(text), *after]
+
+    def set_pad_id(self, pad_id: int) -> None:
+        """Sets the id that pads inputs, of a vocabulary whose file has none."""
+        self.pad_id = self.given_pad_id = pad_id
 
     def encode_prompt(self, text: str) -> list[int]:
         """Returns the ids of a decoder-only model's prompt: `text` in the frame that files give."""
@@ -324,7 +331,8 @@ class SentencePieceVocabulary(Vocabulary):
 
     def special_ids(self) -> dict[str, int]:
         model = self._processor
-        ids = {"eos_token": self.eos_ids[0], "pad_token": model.pad_id()}
+        pad_id = -1 if self.pad_id is None else self.pad_id
+        ids = {"eos_token": self.eos_ids[0], "pad_token": pad_id}
         ids["unk_token"] = model.unk_id()
         return {name: i for name, i in ids.items() if i >= 0}
 
@@ -519,5 +527,6 @@ class TokenizerJsonVocabulary(Vocabulary):
         decoder = self._tokenizer.get_added_tokens_decoder()
         added = {token.content: i for i, token in decoder.items()}
         eos = self._tokenizer.id_to_token(self.eos_ids[0])
-        names = {"eos_token": eos, "pad_token": "<pad>", "unk_token": "<unk>"}
+        pad = "<pad>" if self.given_pad_id is None else decoder.get(self.given_pad_id)
+        names = {"eos_token": eos, "pad_token": str(pad), "unk_token": "<unk>"}
         return {name: added[token] for name, token in names.items() if token in added}

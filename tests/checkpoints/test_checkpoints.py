@@ -100,6 +100,8 @@ def test_parameter_counts():
     assert (
         parameters.parameter_count(PRESETS["t5_1_0/small"]) == 60_506_624
     )  # Hugging Face's t5-small
+    billions = parameters.parameter_count(PRESETS["madlad/3b"]) / 1e9
+    assert abs(billions - 2.94) < 0.005  # as its Hub page rounds it
 
 
 def test_tensor_names():

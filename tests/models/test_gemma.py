@@ -20,13 +20,14 @@ import specdec_jax as sd
 from specdec_jax.backends import xla
 from specdec_jax.backends.backend import choose_backend
 from specdec_jax.backends.kv_cache import KVCache
+from specdec_jax.decoding import inputs
 from specdec_jax.models import layers, parameters, weight_layouts
 from specdec_jax.models.network import Network
 from specdec_jax.tokenizers import huggingface_folders
 from specdec_jax.tokenizers.vocabularies import TokenizerJsonVocabulary
 
 NAMES = ("t5gemma_capped", "t5gemma2", "gemma2_plain", "gemma2_capped", "t5gemma_plain")
-NAMES += ("gemma3_text",)
+NAMES += ("gemma3_text", "gemma3_untied", "t5gemma2_untied")
 pytestmark = pytest.mark.usefixtures("quick")
 
 
@@ -364,7 +365,7 @@ def export(name, folder):
     return folder / name
 
 
-EXPORTED = [name for name in NAMES if name != "t5gemma2"]
+EXPORTED = [name for name in NAMES if not name.startswith("t5gemma2")]
 
 
 @parametrize("name", EXPORTED, first=2)
@@ -534,6 +535,48 @@ def test_the_texts_part_of_a_gemma_3_with_images_is_read(form, tmp_path):
     assert any("left out 1 tensors that read images" in line for line in lines)
     assert model.config == expected.config and model.fingerprint == expected.fingerprint
     assert model.start_token == expected.start_token and model.eos_ids == expected.eos_ids
+
+
+def test_the_other_names_of_a_t5gemma_2_are_read(tmp_path):
+    shutil.copytree(GOLDEN / "hf_gemma" / "t5gemma2", tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors, before = safetensors.numpy.load_file(path), "model.encoder."
+    text = "embed_tokens", "layers", "norm"
+    longer = {
+        name.replace(before, f"{before}text_model.", 1)
+        if name.removeprefix(before).split(".")[0] in text and name.startswith(before)
+        else name: tensor
+        for name, tensor in tensors.items()
+    }
+    assert len(longer.keys() - tensors.keys()) > 20
+    safetensors.numpy.save_file(longer, path)
+    model, expected = (
+        sd.load(tmp_path / "model", "float32", say=lambda line: None),
+        load("t5gemma2"),
+    )
+    assert model.config == expected.config and model.fingerprint == expected.fingerprint
+
+
+def test_ids_of_images_are_rejected(tmp_path):
+    """Of an encoder's input, of a prompt, and of a text that has the token."""
+    shutil.copytree(GOLDEN / "hf_gemma" / "gemma3_text", tmp_path / "model")
+    edit(tmp_path / "model", "", image_token_id=46)
+    prompted = sd.load(tmp_path / "model", "float32", say=lambda line: None)
+    message = "got id {}, which stands for an image, expected text alone"
+    for target, token in ((load("t5gemma2"), 47), (prompted, 46)):
+        for given in ([[5, 6], [7, token]], np.array([[5, 6], [7, token]])):
+            with pytest.raises(ValueError, match="^input 1: " + message.format(token)):
+                sd.generate(target, given, max_new_tokens=2)
+        words = {"<eos>": 1} | {f"w{i}": i for i in range(48) if i != 1}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "w3"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        written = rebuild("t5gemma2") if token == 47 else prompted
+        written.vocabulary = TokenizerJsonVocabulary(tokenizer.to_str(), (1,))
+        with pytest.raises(ValueError, match="^sentence 2: " + message.format(token)):
+            inputs.encode(written, ["w5", f"w6 w{token}"], 64)
+    edit(tmp_path / "model", "", image_token_id="x")
+    with pytest.raises(ValueError, match="image_token_id: got 'x', expected an id"):
+        sd.load(tmp_path / "model", "float32", say=lambda line: None)
 
 
 def test_ids_of_the_decoders_part_count_where_nothing_else_says(tmp_path):

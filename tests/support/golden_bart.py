@@ -9,6 +9,7 @@ import specdec_jax as sd
 from specdec_jax.models import parameters
 
 NAMES = ("marian", "bart", "mbart", "pegasus", "m2m_100", "marian_separate")
+VARIANTS = ("bart_untied", "mbart_25", "pegasus_table")  # of some of these kinds
 
 
 @functools.cache
@@ -44,6 +45,7 @@ def decode(name, **options):
 
 
 def plain_options(name):
-    pad = load(name).generation_config.bad_words_ids[0][0]
-    sampling = sd.SamplingConfig(forbidden_tokens=(pad,), no_repeat_ngram=2)
+    forbidden = load(name).generation_config.bad_words_ids or ()
+    pads = tuple(token for (token,) in forbidden)
+    sampling = sd.SamplingConfig(forbidden_tokens=pads, no_repeat_ngram=2)
     return dict(generation_config=None, sampling=sampling, max_new_tokens=14)

@@ -229,7 +229,7 @@ for name, value in {
         "config.json",
         edited(model_type="gpt2", architectures=[], layer_norm_epsilon=1e-5, **{name: value}),
     )
-for name in (
+BART_FIELDS = (
     "d_model",
     "encoder_attention_heads",
     "decoder_ffn_dim",
@@ -240,10 +240,14 @@ for name in (
     "scale_embedding",
     "activation_function",
     "share_encoder_decoder_embeddings",
-):
-    for value in (*NUMBERS[:4], [], {}):
-        changes = {"model_type": "marian", "architectures": [], name: value}
-        case(f"marian: {name} = {value}", "safetensors", "config.json", edited(**changes))
+)
+for kind in ("marian", "bart", "mbart", "pegasus", "m2m_100"):
+    # One reader reads them all, so the others than Marian are given few values.
+    values = (*NUMBERS[:4], [], {}) if kind == "marian" else (-1, [])
+    for name in BART_FIELDS:
+        for value in values:
+            changes = {"model_type": kind, "architectures": [], name: value}
+            case(f"{kind}: {name} = {value}", "safetensors", "config.json", edited(**changes))
 for name in (
     "hidden_size",
     "num_key_value_heads",
@@ -263,6 +267,24 @@ for name in (
         if not is_empty and (name not in numbers or value != 1.5):  # which are sound
             changes = {"model_type": "gemma2", "architectures": [], name: value}
             case(f"gemma2: {name} = {value}", "safetensors", "config.json", edited(**changes))
+GEMMA_3_VALUES = {
+    "hidden_size": (10**10, -1, []),
+    "num_hidden_layers": (10**10, -1, {}),
+    "sliding_window": (-1, "x"),
+    "sliding_window_pattern": (0, 10**10, []),
+    "layer_types": (5, [[]]),
+    "rope_parameters": (5, {"full_attention": 5}, {"sliding_attention": {"rope_type": []}}),
+    "rope_scaling": (5, {"rope_type": "yarn"}),
+    "rope_local_base_freq": (-1, "x"),
+    "image_token_id": (-1, "x", [], 1.5),
+}
+for name, values in GEMMA_3_VALUES.items():
+    for value in values:
+        changes = {"model_type": "gemma3_text", "architectures": [], name: value}
+        case(f"gemma3_text: {name} = {value}", "safetensors", "config.json", edited(**changes))
+for value in (5, [], {"hidden_size": -1}, {"layer_types": [[]]}, {"rope_scaling": 5}):
+    changes = {"model_type": "gemma3", "architectures": [], "text_config": value}
+    case(f"gemma3: text_config = {value}", "safetensors", "config.json", edited(**changes))
 for kind, values in {
     "t5gemma": (5, [], {"head_dim": []}, {"hidden_size": -1}, {"layer_types": [[]]}),
     "t5gemma2": (5, [], {"text_config": 5}, {"text_config": {"hidden_size": -1}}),
