@@ -235,6 +235,7 @@ class HashModel:
         self.dist = Hash(vocab_size, seed, **dist)
         self.network, self.fingerprint = HashNetwork(self.dist), str(self.dist)
         self.config = types.SimpleNamespace(
+            image_id=None,
             vocab_size=vocab_size,
             input_vocab_size=vocab_size,
             shares_vocabulary=True,
