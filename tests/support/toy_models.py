@@ -301,6 +301,7 @@ class EchoModel:
         self.network, self.config = (
             EchoNetwork(vocabulary.size, wrong),
             types.SimpleNamespace(
+                image_id=None,
                 vocab_size=vocabulary.size,
                 input_vocab_size=vocabulary.size,
                 shares_vocabulary=True,
