@@ -123,6 +123,7 @@ def test_gpt_distribution():
 GEMMA = dict(windows=(2, 0), attention_cap=2.0, logits_cap=4.0, query_scalar=4)
 ENCODER = dict(num_encoder_layers=1, encoder_emb_dim=12, encoder_mlp_dim=8)
 ENCODER |= dict(encoder_num_heads=1, encoder_num_kv_heads=1, encoder_windows=(2,))
+GEMMA_3 = dict(windows=(2, 0), query_scalar=4, qk_norm=True, local_rotary_base=100.0)
 
 MERGED = dict(encoder_emb_dim=8, merged_attention=True, apart_id=3)
 
@@ -134,8 +135,9 @@ MERGED = dict(encoder_emb_dim=8, merged_attention=True, apart_id=3)
         GemmaConfig(V, 8, 2, 1, 4, 2, 16, **GEMMA),
         T5GemmaConfig(V, 8, 2, 1, 4, 2, 16, **GEMMA, **ENCODER),
         T5GemmaConfig(V, 8, 2, 1, 4, 2, 16, qk_norm=True, **GEMMA, **ENCODER | MERGED),
+        GemmaConfig(V, 8, 2, 1, 4, 2, 16, **GEMMA_3),
     ],
-    ids=["gemma", "t5gemma", "t5gemma2"],
+    ids=["gemma", "t5gemma", "t5gemma2", "gemma3"],
 )
 def test_gemma_distribution(config):
     """With caps, windows that are shorter than the text, and shared keys."""

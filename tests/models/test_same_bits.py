@@ -16,7 +16,7 @@ import pytest
 import tiers
 from random_heads_of import random_heads
 from toy_models import noisy_copy
-from twins import V, gemma, gpt, t5, t5gemma, twins
+from twins import V, bart, gemma, gpt, t5, t5gemma, twins
 
 import specdec_jax as sd
 from specdec_jax.backends.cpu import native
@@ -41,11 +41,13 @@ GEMMAS = {
     "t5gemma": t5gemma,
     "t5gemma 2": functools.partial(t5gemma, merged=True),
 }
+M2M = dict(norm_place="pre", embedding_norm=False, logits_bias=False, mlp_activation="relu")
+BARTS = {"bart": bart, "m2m_100": functools.partial(bart, scale_embedding=True, **M2M)}
 
 
 @functools.cache
 def model(family: str, width: int, quantize: str | None = None) -> sd.LanguageModel:
-    return twins((FAMILIES | GEMMAS)[family](width), quantize=quantize)
+    return twins((FAMILIES | GEMMAS | BARTS)[family](width), quantize=quantize)
 
 
 # Calls of a network.
@@ -103,7 +105,7 @@ def check_calls(network, widths, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt", "t5", "gemma", "t5gemma 2"])
+@pytest.mark.parametrize("family", ["gpt", "t5", "gemma", "t5gemma 2", *BARTS])
 def test_calls(family):
     check_calls(model(family, 512).network, (9,), (3,))
 
@@ -130,7 +132,7 @@ def test_calls_of_every_width(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["t5", "t5gemma"])
+@pytest.mark.parametrize("family", ["t5", "t5gemma", *BARTS])
 @pytest.mark.parametrize("rows, length", [(2, 8), (5, 3)])
 def test_encoders(rows, length, family):
     """An input's states depend neither on its padding nor on other inputs.

@@ -6,6 +6,7 @@ import numpy as np
 
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.models import weight_layouts
+from specdec_jax.models.bart import BartConfig
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.gemma import GemmaConfig, T5GemmaConfig
 from specdec_jax.models.gpt import GPTConfig
@@ -28,6 +29,11 @@ def gemma(width: int, vocab: int = V, **shape) -> GemmaConfig:
     """Shared keys, caps, windows, rotary positions, and norms of queries and keys."""
     caps = dict(attention_cap=20.0, logits_cap=30.0, windows=(5, 0), qk_norm=True)
     return GemmaConfig(vocab, width, 4, 2, 16, 2, 32, **caps, logits_via_embedding=False, **shape)
+
+
+def bart(width: int, vocab: int = V, **shape) -> BartConfig:
+    """Norms after each block and after the embedding, biases, and a bias of the logits."""
+    return BartConfig(vocab, width, 2, 1, 1, 32, 128, logits_via_embedding=False, **shape)
 
 
 def t5gemma(width: int, vocab: int = V, merged: bool = False) -> T5GemmaConfig:
