@@ -34,7 +34,7 @@ def measure_only(settings: Settings) -> Rows:
     target = load_target("none")
     prompts = [
         source
-        for source, _ in require_pairs(settings, "ende", settings.choose(20_000, 2_000), "train")
+        for source, _ in require_pairs(settings, "ende", settings.choose(10_000, 2_000), "train")
     ]
     cases = {
         "plain": Case("none"),
@@ -61,7 +61,7 @@ def measure_only(settings: Settings) -> Rows:
     cases["`recycling`, γ = 2"] = drafts(2, drafter=recycling)
     cases["`lookahead`"] = Case("none", LookaheadDecoding)
     cases["look-ahead with 12 positions"] = Case("none", lambda: LookaheadDecoding(3, 3, 3))
-    steps = settings.choose(1_000, 100)
+    steps = settings.choose(400, 100)
     with tempfile.TemporaryDirectory() as folder:
         drafter = ModelDrafter(distil(prompts, steps, pathlib.Path(folder)))
         parallel = ParallelDrafter(distil(prompts, steps, pathlib.Path(folder), masks=4))
