@@ -44,7 +44,7 @@ STAGES: dict[str, Stage] = {
     ),
     "learning": Stage(
         "whole jobs in batches of 8, γ = 4, over plain decoding",
-        (10, 0),
+        (4, 0),
         learning.measure_learning,
         learning.format_learning,
     ),
