@@ -121,7 +121,7 @@ def test_loads_are_measured_from_here_and_from_a_store():
     row = {"local": {"peak": 1.3}, "store": {"peak": 1.1}}
     record = {"loading": {"rows": {"formats": {"a": row}}}}
     assert list_shortfalls(record) == {
-        "loading: peak memory over the weights, of the worst format (asked: below 1.2)": "1.30"
+        "loading: peak memory over the weights, of the worst format (asked: at most 1.2)": "1.30"
     }
 
 
