@@ -1,7 +1,7 @@
 """Measures the figures of the pages, stage by stage, and renders the pages' tables.
 
-    python scripts/results.py --data=DATA            # two hours on two cores
-    python scripts/results.py --data=DATA --quick    # twenty minutes
+    python scripts/results.py --data=DATA            # an hour and three quarters on two cores
+    python scripts/results.py --data=DATA --quick    # half an hour
     python scripts/results.py --render               # renders only
 
 Run it alone on the machine. Everything is decoded with the bundled pair; the ways of decoding of
@@ -41,7 +41,7 @@ from tools.results.stages import STAGES
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "scripts" / "results"
 _DATA = flags.DEFINE_string("data", None, "Folder of the texts; without it only `sentences`.")
-_QUICK = flags.DEFINE_bool("quick", False, "Fewer sentences and passes: twenty minutes.")
+_QUICK = flags.DEFINE_bool("quick", False, "Fewer sentences and passes: half an hour.")
 _ONLY = flags.DEFINE_list("only", list(STAGES), "Stages to measure, comma-separated.")
 _AGAIN = flags.DEFINE_bool("again", False, "Measure stages anew that the record has.")
 _RENDER = flags.DEFINE_bool("render", False, "Render the pages' tables, measure nothing.")

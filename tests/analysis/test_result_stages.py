@@ -104,8 +104,8 @@ def test_cells():
 
 
 def test_a_quick_run_takes_minutes():
-    assert sum(stage.minutes[True] for stage in STAGES.values()) < 26
-    assert sum(stage.minutes[False] for stage in STAGES.values()) < 135
+    assert sum(stage.minutes[True] for stage in STAGES.values()) < 31
+    assert sum(stage.minutes[False] for stage in STAGES.values()) < 110
 
 
 @pytest.mark.slow

@@ -290,7 +290,7 @@ def measure_steps(settings: Settings) -> Rows:
     rows: dict[str, Row] = {}
     for form, label in (("none", "float32"), ("int8", "int8")):
         pair = load_target(form), make_bundled()
-        rows |= time_iterations(label, *pair, (1, 3, 4, 7), settings.choose(25, 15))
+        rows |= time_iterations(label, *pair, (1, 3, 4, 7), settings.choose(25, 7))
     return {"steps": rows}
 
 
