@@ -117,6 +117,7 @@ def test_record(measured, target, batches):
     assert times[0] <= record["tree_over_chain"]["improvement"]["median"] <= times[-1]
 
 
+@pytest.mark.slow
 def test_predicted_tokens_are_those_of_the_hit_rate_measured(measured, target, options, batches):
     """The drafter is the target: every call commits a whole branch, but for ends of outputs."""
     static, dynamic = measured[0]["trees"]
@@ -155,6 +156,7 @@ def test_predicted_tokens_are_those_of_the_hit_rate_measured(measured, target, o
     assert unscored == {"predicted": None, "prediction": "unscored"}
 
 
+@pytest.mark.slow
 def test_summary_and_figures_show_the_record(measured):
     record, _ = measured
     text = summaries.benchmark_summary(record)

@@ -73,6 +73,7 @@ def as_float(x) -> np.ndarray:
     return np.asarray(x, np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "length", "shape"),
     [

@@ -293,6 +293,7 @@ def test_numbers_that_are_off(libraries):
     assert ended.code == 1 and "got outputs that are off by" in ended.error
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path, compiler, monkeypatch):
     compiler(f"(sleep 3; echo late > {tmp_path}/late) & wait")

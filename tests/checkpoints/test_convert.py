@@ -247,6 +247,7 @@ def broken(path):
     (path / "checkpoint_7" / "target.encoder.layers_1.mlp.wo.kernel" / "1.0").unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_what_goes_wrong_on_the_way_leaves_nothing(form, tmp_path, monkeypatch):
     broken(tmp_path / "source")

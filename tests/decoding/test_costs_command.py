@@ -161,6 +161,7 @@ def test_a_journal_with_other_numbers_than_costs(
     )
 
 
+@pytest.mark.slow
 def test_a_first_line_that_was_cut_short_is_written_anew(
     specdec, pair, measured, tmp_path, monkeypatch
 ):

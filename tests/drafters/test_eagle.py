@@ -109,6 +109,7 @@ def test_committed_pairs_are_what_was_read(way, own, iterations):
         assert np.sum(state.counts.drafted) > np.sum(state.counts.accepted) > 0
 
 
+@pytest.mark.slow
 @tiers.parametrize("sampled", [True, False], first=1)
 def test_drafted_tokens_follow_own_states(sampled):
     """The distributions are those of steps that read the model's own states, one after another."""

@@ -71,6 +71,7 @@ def test_logits_are_transformers():
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_transformers():
     np.testing.assert_array_equal(decode(**PLAIN), golden()["greedy"])
     speculative = decode(drafter=draft(), gamma=3, **PLAIN)

@@ -291,6 +291,7 @@ def test_a_run_that_is_killed_in_both_stages_ends_as_an_undisturbed_one(
     assert same(final_params(config.output_dir), final_params(undisturbed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings, message",
     [

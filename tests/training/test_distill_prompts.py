@@ -159,6 +159,7 @@ def test_a_new_drafter_has_the_shape_that_is_given():
         resize(GEMMA, (16, 2, 8, 1, 1, 24))
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_rejected(folder, monkeypatch):
     monkeypatch.setattr(distill, "write_outputs", None)
     with pytest.raises(ValueError, match="target: got 40 positions, expected at least 64, of buc"):
