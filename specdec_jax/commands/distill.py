@@ -79,7 +79,7 @@ def _run_stages(
     used = sum(len(job.texts) for job in jobs) // kinds
     print_line(
         f"{used} sources, {read - used} left out: empty, longer than"
-        f" {config.longest_source(target)} tokens or with one that the target lacks"
+        f" {config.limit_source_tokens(target)} tokens or with one that the target lacks"
     )
     for line in distill_lines.describe_needs(config, training, target, jobs):
         print_line(line)

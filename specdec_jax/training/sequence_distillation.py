@@ -130,8 +130,8 @@ class DistillConfig(TeacherConfig):
             shape["encoder_dim"] = target.encoded_dim
         return reshape_as_t5(target, **shape, **rounding)
 
-    def longest_source(self, target: ModelConfig) -> int:
-        """Returns the most tokens of a source; a prompt leaves room for its output in a bucket."""
+    def limit_source_tokens(self, target: ModelConfig) -> int:
+        """Returns the most tokens of a source; a prompt and its output share a bucket."""
         return self.buckets[-1] - (self.max_new_tokens if target.decoder_only else 0)
 
     def train_config(
@@ -191,7 +191,7 @@ def plan_jobs(
     output, first, jobs = mirrors.find_folder(config.output_dir), 0, []
     kinds = {"greedy": 0} if config.greedy else {}
     kinds |= {"sampled": config.samples} if config.samples else {}
-    longest, ids = config.longest_source(target), target.vocab_size
+    longest, ids = config.limit_source_tokens(target), target.vocab_size
     encode = vocabulary.encode_prompt if target.decoder_only else vocabulary.encode_input
     for part, texts in parts.items():
         encoded = ((encode(text), text) for text in texts if text.strip())
