@@ -11,13 +11,15 @@ synthetic. It measures:
 - calls of the target over 1 to 64 positions (v) and steps of the drafter (c);
 - whole decodes, plain and speculative, for several batch sizes and acceptance rates;
 - a token tree and beam search;
-- the target in int8, and T5X, if the device supports them;
+- the target in int8, if the device supports it;
+- plain decoding by T5X and by Hugging Face's transformers, where they are installed;
 - the target with its own int8 weights as the drafter.
 
 Every figure is written to `--output` as soon as it is measured, and is a line on the terminal. The
 record also has the machine, the versions and the options. A second run with the same ones skips the
 figures in the file; with others it is rejected. Figures without time left in `--minutes` are listed
-at the end. A figure that runs out of memory is in the record too: remove it to try again.
+at the end. With `--only` some kinds of stages are measured, and a later run without it measures the
+others. A figure that runs out of memory is in the record too: remove it to try again.
 The programs of a stage are compiled in parallel, in `--threads`, and kept on disk. A stage that has
 begun is not cut short: if processes are killed after ten minutes, give `--minutes=6`.
 """
@@ -25,8 +27,6 @@ begun is not cut short: if processes are killed after ten minutes, give `--minut
 import concurrent.futures
 import contextlib
 import dataclasses
-import gc
-import importlib.util
 import json
 import os
 import time
@@ -45,6 +45,7 @@ from specdec_jax.files.writing import check_output, lock_file
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative.tree_text import read_tree
 from tools.accelerator_figures import ModelPair, ReportSetup, TimedFigure, UnsupportedHere
+from tools.accelerator_peers import PEERS
 from tools.accelerator_stages import Stage, stages
 
 _DEFAULT = ReportSetup()
@@ -80,6 +81,12 @@ _CACHE = flags.DEFINE_string(
     "compilation_cache_dir",
     None,
     "Folder of compiled programs, as for `specdec`; empty: none are kept.",
+)
+_ONLY = flags.DEFINE_list(
+    "only",
+    [],
+    "Kinds of stages that are measured, such as 'calls,T5X'; all without one. Another run with the "
+    "same output may measure the others.",
 )
 _THREADS = flags.DEFINE_integer(
     "threads", 0, "Programs compiled side by side; 0: one for each core, at most 8."
@@ -239,13 +246,12 @@ def read_setup() -> ReportSetup:
     return dataclasses.replace(_DEFAULT, **given)
 
 
-def against(setup: ReportSetup) -> dict[str, Any]:
-    """Returns T5X's way to decode a batch; None if it is not installed."""
-    if importlib.util.find_spec("t5x") is None:
-        return {"T5X": None}
-    from specdec_jax.interop import t5x
-
-    return {"T5X": lambda target: t5x.make_variant(target, setup.max_new_tokens).decode}
+def choose_stages(planned: Sequence[Stage], kinds: Sequence[str]) -> list[Stage]:
+    """Returns the stages of the named kinds; all without a name."""
+    known = list(dict.fromkeys(stage.kind for stage in planned))
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise app.UsageError(f"only: got {', '.join(unknown)}, expected some of {', '.join(known)}")
+    return [stage for stage in planned if not kinds or stage.kind in kinds]
 
 
 def run(
@@ -275,7 +281,7 @@ def run(
                 say(f"  {error}")
             say(describe(line))
         took[stage.kind] = time.monotonic() - begin
-        gc.collect()  # the models of the stage
+        stage.free()
         if jax.default_backend() == "cpu":  # programs need some of a process's 65,530 mappings
             jax.clear_caches()
     return missing
@@ -286,7 +292,8 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"got {argv[1]!r}, expected flags only")
     setup = read_setup()
     keep_programs(_CACHE.value)
-    planned = stages(setup, against(setup))
+    planned = stages(setup, PEERS)
+    chosen = choose_stages(planned, _ONLY.value)
     names = [figure.name for stage in planned for figure in stage.figures]
     head: dict[str, Any] = {
         "accelerator_report": 1,
@@ -304,7 +311,7 @@ def main(argv: list[str]) -> None:
             say(f"{device}, {len(names)} figures, {_MINUTES.value:g} minutes, to {output}")
             if figures:
                 say(f"skips {len(figures)} of {len(names)} figures, which are in {output}")
-            missing = run(output, record, planned, threads, seconds)
+            missing = run(output, record, chosen, threads, seconds)
     except ValueError as error:
         raise app.UsageError(str(error)) from None
     if missing:

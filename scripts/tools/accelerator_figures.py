@@ -5,6 +5,7 @@ They are copies, bare products, target calls by width, draft steps and whole dec
 
 import dataclasses
 import functools
+import gc
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.analysis import step_loops, timing, variants
+from specdec_jax.analysis import step_loops, timing
 from specdec_jax.analysis.matmul_roofline import Products, products_variants
 from specdec_jax.analysis.timing import STEPS, CallShape, Spread
 from specdec_jax.decoding.generate import generate
@@ -31,8 +32,6 @@ _COPIED, _COPIED_TINY, _COPIES = 2**30, 2**16, 16
 _OWN_ALPHA = 0.99
 # The records of earlier figures by name.
 Lines = Mapping[str, Any]
-# Returns, for a target, another implementation's function that decodes a batch.
-Against = Callable[[LanguageModel], Callable[[variants.SentenceBatch], GenerationResult]]
 
 
 class UnsupportedHere(Exception):
@@ -116,6 +115,20 @@ class TimedFigure(NamedTuple):
     program: str
     variant: Callable[[ModelPair], Callable[[], Any]]
     read: Callable[[Spread, Any, Lines], dict[str, Any]]
+
+
+class Peer(NamedTuple):
+    """Another library that decodes, taking the argmax.
+
+    Attributes:
+      load: loads the models that `decode` needs, or raises `UnsupportedHere`.
+      decode: returns, for the models, a call that returns the new tokens `[1, max_new_tokens]`.
+      free: frees what is left when the figure is measured.
+    """
+
+    load: Callable[[ReportSetup, str], ModelPair]
+    decode: Callable[[ReportSetup, str, ModelPair], Callable[[], np.ndarray]]
+    free: Callable[[], Any] = gc.collect
 
 
 def _scale(seconds: Spread, factor: float) -> dict[str, float]:
@@ -308,16 +321,20 @@ def _read_decode(
 
     With the name of the figure of plain decoding, there is the improvement over it too.
     """
-    tokens = float(np.mean(result.lengths))
-    found = {
-        "milliseconds": _scale(seconds, 1e3 / tokens),
-        "tokens_per_second": float(result.lengths.sum()) / seconds.median,
-    }
+    found = _read_tokens(seconds, result.lengths)
     if result.stats is None:
         return found
     calls = max(row.target_calls for row in result.stats.per_row or (result.stats,))
     found["iteration_ms"] = 1e3 * seconds.median / calls
     return found | _ratio("improvement", before.get(alone, {}), found)
+
+
+def _read_tokens(seconds: Spread, lengths: np.ndarray) -> dict[str, Any]:
+    """Returns the milliseconds of a token of a row, and the tokens of all rows per second."""
+    return {
+        "milliseconds": _scale(seconds, 1e3 / float(np.mean(lengths))),
+        "tokens_per_second": float(lengths.sum()) / seconds.median,
+    }
 
 
 def searches(setup: ReportSetup, preset: str) -> list[TimedFigure]:
@@ -370,14 +387,18 @@ def drafted_by_itself(setup: ReportSetup, preset: str) -> list[TimedFigure]:
     ]
 
 
-def beside(setup: ReportSetup, preset: str, name: str, decode: Against | None) -> TimedFigure:
-    """Returns the figure of another implementation's argmax decoding."""
+def beside(setup: ReportSetup, preset: str, name: str, peer: Peer) -> TimedFigure:
+    """Returns the figure of another library's argmax decoding."""
+    alone = f"{preset}, plain, batch 1"
 
-    def variant(pair: ModelPair) -> Callable[[], GenerationResult]:
-        assert decode is not None, "or there is no pair"
-        ids = setup.ids(1, pair.target.config.vocab_size).tolist()
-        (batch,) = variants.cut_batches(ids, ids, 1, 0)
-        return functools.partial(decode(pair.target), batch)
+    def variant(pair: ModelPair) -> Callable[[], np.ndarray]:
+        return peer.decode(setup, preset, pair)
+
+    def read(seconds: Spread, tokens: np.ndarray, before: Lines) -> dict[str, Any]:
+        if tokens.shape != (1, setup.max_new_tokens):
+            raise ValueError(f"tokens: got {tokens.shape}, expected (1, {setup.max_new_tokens})")
+        found = _read_tokens(seconds, np.array([tokens.size]))
+        return found | _ratio("improvement", before.get(alone, {}), found)
 
     about = {"kind": name, "target": preset, "batch": 1}
-    return TimedFigure(f"{preset}, {name}", about, name, variant, _read_decode)
+    return TimedFigure(f"{preset}, {name}, plain", about, name, variant, read)

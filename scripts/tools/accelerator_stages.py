@@ -1,8 +1,9 @@
 """Lists the stages of scripts/accelerator_report.py in their order, and loads the models."""
 
 import functools
+import gc
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,7 +16,7 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.models.parameters import parameter_count
 from tools import accelerator_figures as figures
-from tools.accelerator_figures import Against, ModelPair, ReportSetup, TimedFigure, UnsupportedHere
+from tools.accelerator_figures import ModelPair, Peer, ReportSetup, TimedFigure, UnsupportedHere
 
 
 class Stage(NamedTuple):
@@ -26,24 +27,27 @@ class Stage(NamedTuple):
       kind: the same for the stages of all targets with the same figures.
       figures: the figures.
       load: loads the models, or raises `UnsupportedHere`.
+      free: frees the models when nothing refers to them any more.
     """
 
     name: str
     kind: str
     figures: list[TimedFigure]
     load: Callable[[], ModelPair]
+    free: Callable[[], Any] = gc.collect
 
 
 def _fill(setup: ReportSetup, preset: str, quantize: str | None = None) -> LanguageModel:
     return LanguageModel.dummy(setup.config(preset), name=preset, eos_ids=(), quantize=quantize)
 
 
-def _load(setup: ReportSetup, preset: str) -> ModelPair:
+def load_pair(setup: ReportSetup, preset: str) -> ModelPair:
+    """Returns the target and the drafter with dummy weights."""
     return ModelPair(_fill(setup, preset), ModelDrafter(_fill(setup, setup.drafter)))
 
 
 def _load_for_calls(setup: ReportSetup, preset: str) -> ModelPair:
-    pair = _load(setup, preset)
+    pair = load_pair(setup, preset)
     _prefill(setup, pair.target, pair.target.network, pair.drafter.network)
     return pair
 
@@ -69,28 +73,30 @@ def _prefill(setup: ReportSetup, target: LanguageModel, *networks: Network) -> N
         jax.block_until_ready(timing.prefill_variant(network, setup.shape(target))())
 
 
-def _reject_missing(name: str, setup: ReportSetup, preset: str) -> ModelPair:
-    raise UnsupportedHere(f"{name} is not installed")
-
-
 Loader = Callable[[ReportSetup, str], ModelPair]
 
 
-def stages(setup: ReportSetup, against: Mapping[str, Against | None]) -> list[Stage]:
+def stages(setup: ReportSetup, peers: Mapping[str, Peer]) -> list[Stage]:
     """Returns all stages: the most important kinds first, and smaller targets before larger ones.
 
     Args:
       setup: the options of the report.
-      against: other implementations by name; None: not installed.
+      peers: other libraries by name.
     """
     targets = sorted(setup.targets, key=lambda preset: parameter_count(PRESETS[preset]))
     first, *rest = setup.batches
     found = [Stage("copies", "copies", [figures.copy(setup)], ModelPair)]
 
-    def add(kind: str, made: Callable[..., list], load: Loader = _load, name: str = "") -> None:
+    def add(
+        kind: str,
+        made: Callable[..., list],
+        load: Loader = load_pair,
+        name: str = "",
+        free: Callable[[], Any] = gc.collect,
+    ) -> None:
         for preset in targets:
-            loaded = functools.partial(load, setup, preset)
-            found.append(Stage(f"{preset}: {name or kind}", kind, made(setup, preset), loaded))
+            loaded, about = functools.partial(load, setup, preset), f"{preset}: {name or kind}"
+            found.append(Stage(about, kind, made(setup, preset), loaded, free))
 
     def calls(setup: ReportSetup, preset: str) -> list[TimedFigure]:
         return figures.calls(setup, preset) + figures.decodes(setup, preset, first)
@@ -100,9 +106,8 @@ def stages(setup: ReportSetup, against: Mapping[str, Against | None]) -> list[St
         add(f"batch {batch}", functools.partial(figures.decodes, batch=batch))
     add("searches", figures.searches, name="tree and beams")
     add("int8", figures.rounded, _load_rounded)
-    for name, decode in against.items():
-        beside = functools.partial(figures.beside, name=name, decode=decode)
-        load = _load if decode else functools.partial(_reject_missing, name)
-        add(name, lambda *args, made=beside: [made(*args)], load)
+    for name, peer in peers.items():
+        beside = functools.partial(figures.beside, name=name, peer=peer)
+        add(name, lambda *args, made=beside: [made(*args)], peer.load, free=peer.free)
     add("self:int8", figures.drafted_by_itself, _load_for_itself)
     return found

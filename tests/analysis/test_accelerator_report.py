@@ -26,8 +26,8 @@ from specdec_jax.backends.tpu import fused_step
 from specdec_jax.commands import main as specdec
 from specdec_jax.models import fused_step_selftest, weight_layouts
 from specdec_jax.models.network import Network, random_params
-from tools import accelerator_figures, accelerator_stages
-from tools.accelerator_figures import ModelPair, ReportSetup, TimedFigure, UnsupportedHere
+from tools import accelerator_figures, accelerator_peers, accelerator_stages
+from tools.accelerator_figures import ModelPair, Peer, ReportSetup, TimedFigure, UnsupportedHere
 from tools.accelerator_stages import Stage
 from tools.compiled_text import bodies, computations
 
@@ -43,6 +43,9 @@ TINY = ReportSetup(
     alphas=(0.5,),
     batches=(1,),
 )
+
+
+PEER = Peer(lambda setup, preset: ModelPair(), lambda *_: lambda: np.zeros((1, 6), np.int32))
 
 
 @pytest.fixture
@@ -261,6 +264,18 @@ def test_bad_flags(script, flags, message):
         script.read_setup()
 
 
+def test_only_some_kinds_are_measured_and_a_later_run_extends_them(script, tmp_path):
+    planned = [Stage(kind, kind, [figure(kind)], ModelPair) for kind in ("copies", "calls", "T5X")]
+    assert script.choose_stages(planned, []) == planned
+    chosen = script.choose_stages(planned, ["T5X", "copies"])
+    assert [stage.kind for stage in chosen] == ["copies", "T5X"]
+    path = tmp_path / "a.json"
+    assert list(run(script, path, chosen)[0]) == ["copies", "T5X"]
+    assert list(run(script, path, planned)[0]) == ["copies", "T5X", "calls"]
+    with pytest.raises(app.UsageError, match="only: got call, expected some of copies, calls, T5X"):
+        script.choose_stages(planned, ["calls", "call"])
+
+
 def test_flags_are_what_is_measured(script):
     FLAGS(
         [
@@ -277,7 +292,7 @@ def test_flags_are_what_is_measured(script):
         (2,),
         (0.5, 1.0),
     )
-    planned = accelerator_stages.stages(setup, {"T5X": None})
+    planned = accelerator_stages.stages(setup, {"T5X": PEER})
     assert [stage.name for stage in planned[:3]] == [
         "copies",
         *(f"t5_1_1/{x}: calls and batch 2" for x in ("base", "xl")),
@@ -370,6 +385,39 @@ def test_a_target_that_drafts_for_itself_is_compared_with_its_full_self():
         and decode.about["alpha"] == 0.99
     )
     assert {step.about["kind"], decode.about["kind"]} == {"self:int8 draft step", "self:int8"}
+
+
+def test_another_librarys_decode_is_compared_with_plain_decoding():
+    one = accelerator_figures.beside(TINY, "t", "other", PEER)
+    before = {"t, plain, batch 1": {"milliseconds": {"median": 25.0}}}
+    found = one.read(Spread(0.3, 0.3, 0.6), one.variant(ModelPair())(), before)
+    assert (one.name, one.about["kind"]) == ("t, other, plain", "other")
+    assert found["milliseconds"] == pytest.approx({"median": 50.0, "least": 50.0, "most": 100.0})
+    assert found["improvement"] == pytest.approx(0.5)
+    assert found["tokens_per_second"] == pytest.approx(20.0)
+    assert "improvement" not in one.read(Spread(0.3, 0.3, 0.6), np.zeros((1, 6)), {})
+    with pytest.raises(ValueError, match=r"tokens: got \(1, 5\), expected \(1, 6\)"):
+        one.read(Spread(0.3, 0.3, 0.6), np.zeros((1, 5)), before)
+
+
+@pytest.mark.parametrize("name", accelerator_peers.PEERS)
+def test_a_library_that_is_not_there_is_said_in_a_line(monkeypatch, name):
+    monkeypatch.setattr(accelerator_peers.importlib.util, "find_spec", lambda module: None)
+    peer = accelerator_peers.PEERS[name]
+    with pytest.raises(UnsupportedHere, match=f"^{name.split()[0]} is not installed$"):
+        peer.load(TINY, "t5_1_1/large")
+    peer.free()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("static", [False, True])
+def test_transformers_decodes_as_many_tokens(static):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    decode = accelerator_peers.make_generate(TINY, "t5_1_1/large", static)
+    tokens = [decode() for _ in range(2)]
+    assert tokens[0].shape == (1, 6)
+    np.testing.assert_array_equal(*tokens)  # the caches are emptied between
 
 
 def by_name(figures, before: str = "") -> dict[str, TimedFigure]:
@@ -528,9 +576,9 @@ def test_all_figures_can_be_measured(script, tmp_path, dtype):
     assert [line.figure for line in record.figures] == record.plan
     without = [line for line in record.figures if line.milliseconds is None]
     assert all(line.unsupported for line in without), without
-    # T5X, and the target in int8 in bfloat16.
+    # Other libraries, and the target in int8 in bfloat16.
     assert {line.kind for line in without} <= {
-        "T5X",
+        *accelerator_peers.PEERS,
         "int8 call",
         "int8 plain",
         "int8 speculative",

@@ -1,6 +1,5 @@
 """Stages that run other programs: T5X beside ours, and the TPU's compiler."""
 
-import gc
 import importlib.util
 import json
 import pathlib
@@ -14,6 +13,7 @@ from typing import Any
 import jax
 
 from tools.accelerator_figures import ReportSetup
+from tools.accelerator_peers import PEERS
 from tools.accelerator_stages import stages
 from tools.results.stage import Row, Rows, Settings, Skipped
 
@@ -73,10 +73,10 @@ def measure_report(setup: ReportSetup) -> Rows:
     import accelerator_report  # it defines flags, which are not those of `results.py`
 
     lines: dict[str, Any] = {}
-    for stage in stages(setup, accelerator_report.against(setup)):
+    for stage in stages(setup, PEERS):
         for line in accelerator_report.measure(stage, stage.figures, 8, lines):
             lines[line["figure"]] = line
-        gc.collect()  # the models of the stage
+        stage.free()
     rows = dict(map(read_figure, lines.values()))
     return {setup.targets[0]: rows, "brief": {name: rows[name] for name in BRIEF if name in rows}}
 

@@ -459,9 +459,9 @@ def _list_accelerator_parts(record: AcceleratorRecord) -> Parts:
         "Milliseconds: of a call or step; of whole decodes for one token of a row, encoder of one "
         "layer included. Floor: milliseconds in which the weights of a step are read at the "
         "bandwidth of the copy. Ratio: v of a target call and c of a draft step, both over the "
-        "target's call over one position; of a speculative decode how many times as fast as the "
-        "plain one of the same target it is, and, in int8, as the full target's plain one; of a "
-        "call in int8 the time over that of the full target."
+        "target's call over one position; of a speculative decode and of another library's how "
+        "many times as fast as the plain one of the same target it is, and, in int8, as the full "
+        "target's plain one; of a call in int8 the time over that of the full target."
     )
     panels = _draw_panels(plots.list_accelerator_panels(record))
     return [("text", about), ("table", tabulate_figures(record)), ("note", note), panels]
