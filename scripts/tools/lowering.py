@@ -205,7 +205,9 @@ class Case:
             params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
             if int8:
                 params = weight_layouts.round_params(params, None, config.logits_via_embedding)
-            return weight_layouts.pack(params, use_packed=False, fused=backend.joins_weights)
+            return weight_layouts.pack(
+                params, False, backend.joins_weights, backend.transposes_int8
+            )
 
         def shard(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             if rules is None:

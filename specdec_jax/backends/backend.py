@@ -35,6 +35,7 @@ class Backend:
       rules: how parameters and caches lie on a mesh; None: on one device.
       packs_weights: whether weights are `PackedWeight`s, for the CPU's own kernels. These skip
         positions that are not valid.
+      transposes_int8: whether the numbers of weights in int8 are transposed, `[F, D]`.
       min_query_len: the fewest positions of a single row that a decoder call feeds.
       platform: where `decode_states` runs, as `jax.lax.platform_dependent` names it.
     """
@@ -42,6 +43,7 @@ class Backend:
     joins_weights: bool = False
     rules: ShardingRules | None = None
     packs_weights: ClassVar[bool] = False
+    transposes_int8: ClassVar[bool] = False
     min_query_len: ClassVar[int] = 1
     platform: ClassVar[str] = "cpu"
 
@@ -275,6 +277,7 @@ class GPUBackend(AcceleratorBackend):
     A layer of a call over few positions of a small T5 is three kernels.
     """
 
+    transposes_int8: ClassVar[bool] = True
     min_query_len: ClassVar[int] = 2
     platform: ClassVar[str] = "cuda"
 

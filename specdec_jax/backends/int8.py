@@ -26,20 +26,32 @@ class Int8Weight:
       input_bits: bits to which `packed_weights.py` rounds the inputs of its products, 16 or 8, in
         the place of which `product` always takes 8. None: inputs are not rounded.
       derived: whether it is made of another parameter, and is no parameter itself.
+      transposed: whether `values` is `[F, D]`, of which XLA's product on a GPU reads the more in
+        the same time. The decode loop alone takes it so.
     """
 
-    values: Int8[Array, "D F"]
+    values: Int8[Array, "D F"] | Int8[Array, "F D"]
     scales: Float32[Array, " F"]
     input_bits: int | None = flax.struct.field(pytree_node=False, default=16)
     derived: bool = flax.struct.field(pytree_node=False, default=False)
+    transposed: bool = flax.struct.field(pytree_node=False, default=False)
 
     @classmethod
     def quantize(cls, weight: Float[Array, "D F"], input_bits: int | None = 16) -> "Int8Weight":
         return cls(*_round_to_int8(weight, 0), input_bits)
 
+    def transpose_values(self) -> "Int8Weight":
+        """Returns the same weight with `values` in the other order."""
+        values = jnp.asarray(self.values).T
+        return self.replace(values=values, transposed=not self.transposed)
+
+    def unpack(self) -> "Int8Weight":
+        """Returns the weight with `values` `[D, F]`."""
+        return self.transpose_values() if self.transposed else self
+
     def matrix(self) -> Float32[Array | np.ndarray, "D F"]:
         """Returns the weight as float32."""
-        return self.values.astype(jnp.float32) * self.scales
+        return self.unpack().values.astype(jnp.float32) * self.scales
 
     def product(self, x: Float[Array, "*N D"], output_dtype: DTypeLike) -> Float[Array, "*N F"]:
         """Returns `x` times the weight.
@@ -49,7 +61,8 @@ class Int8Weight:
         """
         if self.input_bits is None:
             # Widening is exact: bfloat16 has all integers up to 256.
-            sums = matmul.product(x, self.values.astype(x.dtype), ((x.ndim - 1,), (0,)))
+            axes = (x.ndim - 1,), (int(self.transposed),)
+            sums = matmul.product(x, self.values.astype(x.dtype), axes)
             return (sums * self.scales).astype(output_dtype)
         rows = x.reshape(-1, x.shape[-1])
         values, scales = _round_to_int8(rows, 1)

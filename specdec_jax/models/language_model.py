@@ -114,7 +114,8 @@ class LanguageModel:
             lay_out(params, rules)
         platform = jax.default_backend() if rules is None else rules.mesh.devices.flat[0].platform
         backend = choose_backend(platform, rules, native) if config.uses_backend else Backend()
-        packed = weight_layouts.pack(params, native, backend.joins_weights)
+        how = native, backend.joins_weights, backend.transposes_int8
+        packed = weight_layouts.pack(params, *how)
         if (native or self.quantized) and config.logits_via_embedding:
             # An embedding is read by rows, a head by columns.
             packed = weight_layouts.add_head(packed, True, native)

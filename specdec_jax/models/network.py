@@ -316,9 +316,8 @@ class Network:
         check_uses_backend(self.config, "a drafter in int8")
         tied = self.config.logits_via_embedding
         network = self.shortlisted(np.arange(self.vocab_size)) if tied else self
-        return network.replace(
-            params=weight_layouts.round_to_int8(network.params, input_bits("int8"))
-        )
+        how = input_bits("int8"), self.backend.transposes_int8
+        return network.replace(params=weight_layouts.round_to_int8(network.params, *how))
 
     def head_alone(self) -> "Network":
         """Returns the part of the network that `head` needs; the arrays are shared."""

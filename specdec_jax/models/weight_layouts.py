@@ -33,7 +33,7 @@ Weight = Float[Any, "..."] | PackedWeight | Int8Weight
 Plain = Float[Any, "..."] | Int8Weight  # a weight matrix as a checkpoint has it
 
 
-def pack(params: dict, use_packed: bool, fused: bool = True) -> dict:
+def pack(params: dict, use_packed: bool, fused: bool = True, transposes_int8: bool = False) -> dict:
     """Converts T5X's tree to the loop's, leaf by leaf; the two never exist side by side.
 
     What converts a large leaf is jitted, so that a weight matrix is copied only once.
@@ -44,11 +44,13 @@ def pack(params: dict, use_packed: bool, fused: bool = True) -> dict:
       use_packed: whether weights are stored packed.
       fused: whether weights with the same input are joined. On a mesh that divides weights by their
         outputs they must not be: one device would get the queries and another the values.
+      transposes_int8: whether the numbers of `Int8Weight`s are transposed.
     """
-    return {name: _pack(name, params.pop(name), use_packed, fused) for name in list(params)}
+    how = use_packed, fused, transposes_int8
+    return {name: _pack(name, params.pop(name), *how) for name in list(params)}
 
 
-def _pack(name: str, node: dict, use_packed: bool, fused: bool) -> dict:
+def _pack(name: str, node: dict, use_packed: bool, fused: bool, transposes_int8: bool) -> dict:
     joint, parts = _FUSED.get(name, _GATED)
     if fused and all(part in node for part in parts):
         joined = [node.pop(part) for part in parts]  # weights, and biases if there are any
@@ -59,20 +61,22 @@ def _pack(name: str, node: dict, use_packed: bool, fused: bool) -> dict:
     for child in list(node):
         value = node.pop(child)
         if child == "kernel":
-            node[child] = lay_weight(value, use_packed)
+            node[child] = lay_weight(value, use_packed, transposes_int8)
         elif isinstance(value, dict):
-            node[child] = _pack(child, value, use_packed, fused)
+            node[child] = _pack(child, value, use_packed, fused, transposes_int8)
         else:
             node[child] = jnp.asarray(value)
     return node
 
 
-def lay_weight(weight: Plain, use_packed: bool) -> Weight:
+def lay_weight(weight: Plain, use_packed: bool, transposes_int8: bool = False) -> Weight:
     """Returns a weight matrix `[D, F]`, an array or an `Int8Weight`, as the loop takes it."""
     if use_packed:
         return PackedWeight.pack(weight)
+    if isinstance(weight, Int8Weight):
+        return weight.transpose_values() if transposes_int8 else weight
     # A NumPy array would be copied to the device at every call.
-    return weight if isinstance(weight, Int8Weight) else jnp.asarray(weight)
+    return jnp.asarray(weight)
 
 
 def to_matrix(weight: Weight) -> Float[Array | np.ndarray, "..."]:
@@ -84,7 +88,9 @@ def weight_shape(weight: Weight) -> tuple[int, int]:
     """Returns (D, F) of a weight, however it is stored."""
     if isinstance(weight, PackedWeight):
         return weight.lines, weight.columns
-    return weight.values.shape if isinstance(weight, Int8Weight) else weight.shape
+    if isinstance(weight, Int8Weight):
+        return weight.values.shape[::-1] if weight.transposed else weight.values.shape
+    return weight.shape
 
 
 def _map_step_weights(function: Callable[[Weight], Weight], packed: dict) -> dict:
@@ -155,7 +161,7 @@ def stored_parameters(
 
 
 def _plain(weight: Weight) -> Plain:
-    return weight.unpack() if isinstance(weight, PackedWeight) else weight
+    return weight.unpack() if is_weight_object(weight) else weight
 
 
 def _divide(weight: Plain, count: int) -> list[Plain]:
@@ -182,27 +188,29 @@ def add_head(
       ids: the ids for which the head has columns; None: all.
     """
     weight: Plain
+    transposes_int8 = False
     if tied and "logits_dense" not in packed["decoder"]:
         embedding = packed["token_embedder"]["embedding"]
         weight = (embedding if ids is None else embedding[ids]).T
     else:
-        weight = _plain(packed["decoder"]["logits_dense"]["kernel"])
+        whole = packed["decoder"]["logits_dense"]["kernel"]
+        transposes_int8, weight = getattr(whole, "transposed", False), _plain(whole)
         weight = weight if ids is None else jax.tree.map(lambda array: array[..., ids], weight)
     if use_packed:
         weight = PackedWeight.pack(weight, derived=True)
     elif isinstance(weight, Int8Weight):
-        weight = weight.replace(derived=True)
+        weight = lay_weight(weight.replace(derived=True), False, transposes_int8)
     decoder = {**packed["decoder"], "logits_dense": {"kernel": weight}}
     if ids is not None and "logits_bias" in decoder:
         decoder["logits_bias"] = decoder["logits_bias"][ids]
     return {**packed, "decoder": decoder}
 
 
-def round_to_int8(packed: dict, input_bits: int | None = 16) -> dict:
+def round_to_int8(packed: dict, input_bits: int | None = 16, transposes_int8: bool = False) -> dict:
     """Returns `packed` with every weight matrix of a decoder step in int8.
 
     All other arrays, and weights that are in int8 already, are shared. `input_bits`: of an
-    `Int8Weight`.
+    `Int8Weight`; `transposes_int8` as for `pack`.
     """
 
     def rounded(weight: Weight) -> Weight:
@@ -210,7 +218,9 @@ def round_to_int8(packed: dict, input_bits: int | None = 16) -> dict:
         if isinstance(weight, Int8Weight) or (is_packed and weight.scales is not None):
             return weight
         made = Int8Weight.quantize(to_matrix(weight), input_bits)
-        return PackedWeight.pack(made, weight.derived) if is_packed else made
+        if is_packed:
+            return PackedWeight.pack(made, weight.derived)
+        return lay_weight(made, False, transposes_int8)
 
     return _map_step_weights(rounded, packed)
 

@@ -12,6 +12,7 @@ from make_checkpoints import TINY, TINY_1_0
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.backends.backend import Backend, GPUBackend
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.checkpoints import loader, native_format
@@ -31,9 +32,10 @@ SHAPES = {"T5": TINY, "T5 1.0": TINY_1_0, "GPT": GPT}
 
 @pytest.fixture(autouse=True)
 def as_on_an_accelerator(monkeypatch):
-    """XLA multiplies, with the operands that an accelerator would get."""
+    """XLA multiplies, with the operands that a GPU would get."""
     monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: False)
     monkeypatch.setattr(packed_weights, "has_accelerator", lambda: True)
+    monkeypatch.setattr(Backend, "transposes_int8", GPUBackend.transposes_int8)
     monkeypatch.setattr(
         jax.lax, "platform_dependent", lambda *arguments, cpu, default: default(*arguments)
     )
@@ -56,9 +58,13 @@ def test_a_product_is_exact_but_for_the_sums_in_float32(dtype, rows):
         np.asarray(a).astype(np.float64) for a in (x, weight.values, weight.scales)
     )
     exact, most = inputs @ integers * scales, np.abs(inputs) @ np.abs(integers) * scales
-    found = jax.jit(lambda x, weight: weight.product(x, jnp.float32))(x, weight)
-    assert found.shape == (*rows, 40) and found.dtype == jnp.float32
-    assert np.all(np.abs(np.asarray(found) - exact) <= 302 * 2.0**-24 * most)
+    transposed = weight.transpose_values()
+    assert transposed.values.shape == (40, 300) and not transposed.unpack().transposed
+    np.testing.assert_array_equal(transposed.matrix(), weight.matrix())
+    for one in (transposed, weight):
+        found = jax.jit(lambda x, weight: weight.product(x, jnp.float32))(x, one)
+        assert found.shape == (*rows, 40) and found.dtype == jnp.float32
+        assert np.all(np.abs(np.asarray(found) - exact) <= 302 * 2.0**-24 * most)
     assert weight.product(x, jnp.bfloat16).dtype == jnp.bfloat16
     rounded = Int8Weight(weight.values, weight.scales).product(x, jnp.float32)
     assert np.abs(rounded - exact).max() > 100 * np.abs(found - exact).max()
@@ -139,6 +145,31 @@ def test_the_bundled_pair_decodes_what_it_does_widened(dtype, optimised):
     )
 
 
+def test_a_gpu_reads_transposed_weights(monkeypatch):
+    """Drafters that are made of the model, and a shortlist of its head, have them too."""
+    monkeypatch.setattr(Backend, "transposes_int8", False)
+    ids, rng = np.arange(3, 20), np.random.default_rng
+    plain = sd.LanguageModel.random(SHAPES["T5"], quantize="int8")
+    monkeypatch.setattr(Backend, "transposes_int8", GPUBackend.transposes_int8)
+    turned = sd.LanguageModel.random(SHAPES["T5"], quantize="int8")
+    wide = sd.LanguageModel.random(SHAPES["T5"])
+    whole = plain.config.vocab_size
+    for network, on_gpu, columns in (
+        (plain.network, False, whole),
+        (turned.network, True, whole),
+        (turned.network.shortlisted(ids), True, len(ids)),
+        (wide.network.in_int8(), True, whole),
+        (wide.network.in_int8().shortlisted(ids), True, len(ids)),
+    ):
+        weights = weight_layouts.step_weights(network.params)
+        assert {weight.transposed for weight in weights} == {on_gpu}
+        head = network.params["decoder"]["logits_dense"]["kernel"]
+        assert head.values.shape[not on_gpu] == weight_layouts.weight_shape(head)[1] == columns
+    np.testing.assert_allclose(logits(plain, rng(1)), logits(turned, rng(1)), atol=1e-5)
+    for (name, a), (other, b) in zip(flatten(plain.params).items(), flatten(turned.params).items()):
+        assert name == other and np.array_equal(a, b)
+
+
 # Files, and memory.
 
 
@@ -169,9 +200,8 @@ def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, tmp_pa
     model = sd.load(tmp_path / "model", "bfloat16", quantize="int8")
     embedding = flatten(sd.load(tmp_path / "model", "float32").params)[EMBEDDING]
     weight = Int8Weight.quantize(embedding.T)
-    assert_weight(
-        model.network.params["decoder"]["logits_dense"]["kernel"], weight.values, weight.scales
-    )
+    head = model.network.params["decoder"]["logits_dense"]["kernel"]
+    assert_weight(head.unpack(), weight.values, weight.scales)
     assert HEAD not in flatten(model.params)
 
 

@@ -91,7 +91,10 @@ def read_figure(figure: Mapping[str, Any]) -> tuple[str, Row]:
     return name, row
 
 
-BRIEF = ("plain, 1 row", "α = 0.75, 1 row", "α = 0.9, 1 row", "α = 0.75, 8 rows")
+BRIEF = (
+    *("transformers, plain", "T5X, plain", "plain, 1 row"),
+    *("α = 0.75, 1 row", "α = 0.9, 1 row"),
+)
 # What a row shows of a figure, and the words around it.
 SHOWN = {
     "milliseconds": "{:.3g} ms",
