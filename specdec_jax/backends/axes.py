@@ -23,6 +23,6 @@ ByHeads = Float[Array, "B H T K"]
 # Cosines and sines of the angles by which queries and keys are rotated.
 Rotation = tuple[Float[Array, "*M halfK"], Float[Array, "*M halfK"]]
 Seen = Bool[Array, "#B 1 T S"] | None  # True where a query may attend to a key
-# Position biases, added to scores: per query of a call; for every query position; for the last of P
-# query positions, from which calls over nodes of trees take theirs by distance.
-Bias = Float[Array, "#B H T S"] | Float[Array, "S H S"] | Float[Array, "H P"] | None
+# Position biases, added to scores: per query of a call; for the last of P query positions, from
+# which the CPU's kernels take those of any query by distance.
+Bias = Float[Array, "#B H T S"] | Float[Array, "H P"] | None

@@ -111,8 +111,8 @@ class Attention(nn.Module):
           norm: the norm before the block.
           cache: keys and values of earlier tokens.
           call: where the T tokens lie.
-          bias: added to the scores; with the CPU's kernels that of all query positions `[S, H, S]`,
-            for nodes of the last of P positions `[H, P]`.
+          bias: added to the scores; with the CPU's kernels that of the last of P positions, from
+            which each query's is taken by distance.
           dropout: dropout.
         """
         qkv = self._project_after(norm, x, call.valid, call.rotation)

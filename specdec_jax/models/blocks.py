@@ -157,18 +157,16 @@ class DecoderCache:
       cross: keys and values of each layer's cross-attention, computed once from the encoder's
         output, with L for S; none without cross-attention.
       cross_mask: True at the tokens of the encoder's input; None without cross-attention.
-      position_bias: the relative bias of every layer, or one that all share: with the CPU's own
-        kernels, of all query positions; else shifted rows, from which calls slice theirs; for nodes
-        of trees, of the last of P query positions.
+      position_bias: the relative bias of every layer, or one that all share, by distance: with the
+        CPU's own kernels, and for nodes of trees, that of the last of P query positions; else
+        shifted rows, from which calls slice theirs.
       rules: how the cache lies on a mesh; None: on one device.
     """
 
     layers: tuple[KVCache, ...]
     cross: tuple[KVCache, ...] = ()
     cross_mask: Mask | None = None
-    position_bias: tuple[
-        Float32[Array, "S H S"] | Float32[Array, "shifts H W"] | Float32[Array, "H P"], ...
-    ] = ()
+    position_bias: tuple[Float32[Array, "H P"] | Float32[Array, "shifts H W"], ...] = ()
     rules: ShardingRules | None = flax.struct.field(pytree_node=False, default=None)
 
     def move_nodes(
@@ -359,7 +357,7 @@ class Decoder(nn.Module):
             cross, cross_mask = jax.tree.map(repeat, (cross, cross_mask))
         slots, packed = empty[0].slots, backend.packs_weights
         biases = self._map_tables(
-            lambda table: table(slots, slots) if packed else table.shifted(slots)
+            lambda table: table.last_query_bias(slots) if packed else table.shifted(slots)
         )
         return DecoderCache(empty, cross, cross_mask, biases, backend.rules)
 

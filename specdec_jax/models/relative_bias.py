@@ -36,7 +36,10 @@ class RelativePositionBias(nn.Module):
         return self._at(np.arange(1 - positions, positions))
 
     def last_query_bias(self, positions: int) -> Float32[Array, "H {positions}"]:
-        """Returns the bias of the last of so many query positions, which `gather_biases` takes."""
+        """Returns the bias of the last of so many query positions, and so of every distance.
+
+        `gather_biases` takes it, and so do the CPU's kernels.
+        """
         return self._at(np.arange(positions) - (positions - 1))
 
     def shifted(self, slots: int) -> Float32[Array, "shifts H W"]:

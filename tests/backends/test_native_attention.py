@@ -39,20 +39,18 @@ class Cached:
         self.qkv, self.H, self.K = normal(B, T, 3, H, K), H, K
         self.qkv[:, :, 0] *= scale
         self.keys, self.values = normal(B, H, S, K, seed=4), normal(B, H, S, K, seed=5)
-        self.bias = normal(S, H, S, seed=6) if biased else None
+        self.bias = normal(H, S, seed=6) if biased else None
         self.positions, self.divisor = np.array(positions, np.int32), np.float32(np.sqrt(K))
 
-    def run(self, rows=slice(None), queries=slice(None), positions=None, valid=None):
+    def run(self, rows=slice(None), queries=slice(None), where=None, valid=None):
         qkv = self.qkv[rows, queries].reshape(-1, len(self.qkv[0, queries]), 3 * self.H * self.K)
-        positions = self.positions[rows] if positions is None else positions
+        where = jnp.asarray(self.positions[rows]) if where is None else where
         bias = None if self.bias is None else jnp.asarray(self.bias)
         arrays = (jnp.array(x) for x in (qkv, self.keys[rows], self.values[rows]))
         return tuple(
             map(
                 np.asarray,
-                packed_weights.attend_to_cache(
-                    *arrays, bias, jnp.asarray(positions), self.divisor, valid
-                ),
+                packed_weights.attend_to_cache(*arrays, bias, where, self.divisor, valid),
             )
         )
 
@@ -62,7 +60,7 @@ class Cached:
         for b, h, t in np.ndindex(B, H, T):
             at = np.clip(self.positions[b], 0, keys.shape[2] - T) + t
             query, keys[b, h, at], values[b, h, at] = self.qkv[b, t, :, h]
-            bias = 0 if self.bias is None else self.bias[at, h, : at + 1]
+            bias = 0 if self.bias is None else self.bias[h, -1 - at :]
             query = query.astype(np.float64) / self.divisor
             out[b, t, h] = attended(query, keys[b, h, : at + 1], values[b, h, : at + 1], bias)
         return out.reshape(B, T, H * K), keys, values
@@ -96,10 +94,10 @@ def test_small_weights_are_as_exact_as_large_ones():
     """
     apart = np.linspace(-86.9, 0, 4001, dtype=np.float32)
     bias, cache = (
-        np.zeros((2, len(apart), 2), np.float32),
+        np.zeros((len(apart), 2), np.float32),
         np.zeros((1, len(apart), 2, 1), np.float32),
     )
-    bias[1, :, 0], cache[..., 0, 0] = apart, 1
+    bias[:, 0], cache[..., 0, 0] = apart, 1
     arrays = (
         jnp.zeros((1, 1, 3 * len(apart))),
         *[jnp.asarray(cache)] * 2,
@@ -120,11 +118,13 @@ def test_bits_of_self_attention():
     for b in range(3):
         one = Cached(3, 5, 2, 40, 24, [0, 9, 35])
         for t in range(5):
-            out, one.keys[[b]], one.values[[b]] = one.run([b], [t], one.positions[[b]] + t)
+            out, one.keys[[b]], one.values[[b]] = one.run(
+                [b], [t], jnp.asarray(one.positions[[b]] + t)
+            )
             same(out[0, 0], whole[b, t])
     same(one.keys[2], keys[2])
     larger = Cached(3, 5, 2, 64, 24, [0, 9, 35])
-    larger.keys[:, :, :40], larger.values[:, :, :40], larger.bias[:40, :, :40] = (
+    larger.keys[:, :, :40], larger.values[:, :, :40], larger.bias[:, 24:] = (
         case.keys,
         case.values,
         case.bias,
@@ -244,14 +244,14 @@ def test_encoder_attention(K, L, scale):
 
 def test_lengths_and_positions_out_of_range_are_cut():
     qkv, keys = jnp.asarray(normal(2, 6, 48)), jnp.asarray(normal(2, 2, 6, 8))
-    bias, query = jnp.asarray(normal(6, 2, 6)), qkv[..., :16]
+    cached = qkv[:, :2], keys, keys
+    bias, query = jnp.asarray(normal(2, 11)), qkv[..., :16]
     for far, most in (
         (np.array([99, -5]), np.array([6, 0])),
         (np.array([-(2**31), 2**31 - 1]), np.array([0, 6])),
     ):
         far, most = jnp.asarray(far, jnp.int32), jnp.asarray(most, jnp.int32)
-        near = bias.reshape(2, -1)[:, :11]
-        same(*(np.asarray(packed_weights.attend_to_inputs(qkv, near, n)) for n in (far, most)))
+        same(*(np.asarray(packed_weights.attend_to_inputs(qkv, bias, n)) for n in (far, most)))
         same(
             *(
                 np.asarray(packed_weights.attend_to_encoded(query, keys, keys, n))
@@ -260,7 +260,7 @@ def test_lengths_and_positions_out_of_range_are_cut():
         )
         same(
             *(
-                np.asarray(packed_weights.attend_to_cache(qkv[:, :2], keys, keys, bias, n, 1)[0])
+                np.asarray(packed_weights.attend_to_cache(*cached, bias[:, :6], n, 1)[0])
                 for n in (far, most)
             )
         )
@@ -508,6 +508,16 @@ def test_attention_of_nodes(K, biased):
     close(out, expected)
     for got, wanted in zip(caches, written):
         np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_chain_of_nodes_has_the_bits_of_the_next_tokens():
+    """Their bias is that of the last of P = 40 positions in both."""
+    case = Cached(3, 5, 2, 40, 24, [0, 9, 35])
+    positions = case.positions[:, None] + np.arange(5, dtype=np.int32)
+    paths = np.broadcast_to(np.arange(40, dtype=np.int32), (3, 5, 40))
+    nodes = Nodes(*map(jnp.asarray, (case.positions, positions, paths)))
+    for got, expected in zip(case.run(where=nodes), case.run()):
+        same(got, expected)
 
 
 def test_a_node_sees_nothing_but_its_path():

@@ -201,6 +201,22 @@ def test_slices_of_shifted_rows_are_the_bias_of_every_query(slots, queries, rows
     np.testing.assert_array_equal(table.apply(params, slots, method="last_query_bias"), whole[-1])
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_cache_grows_no_faster_than_its_slots(packed, folder, monkeypatch):
+    """A bias for each pair of positions would take most of the memory of long outputs."""
+    if not packed:
+        monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: False)
+    network = sd.load(folder, "float32").network
+
+    def count_numbers(slots):
+        given = np.zeros((1, 4), np.int32), np.full(1, 4, np.int32)
+        cache = jax.eval_shape(lambda: network.prefill(*given, slots))
+        assert cache.position_bias
+        return sum(x.size for x in jax.tree.leaves(cache))
+
+    assert count_numbers(2048) <= 2 * count_numbers(1024)
+
+
 # Formats.
 
 

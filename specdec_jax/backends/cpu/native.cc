@@ -1120,16 +1120,23 @@ static void attend_to_both(const Place& own, int64_t count, const Further& more,
 // The first position that a query at this one sees.
 static int64_t first_seen(int64_t at, int64_t window) { return window && at >= window ? at + 1 - window : 0; }
 
+// The bias of a head's keys from position `first` on, for the query at position `at`, where `table [H, P]`, if there is one, is that
+// of the last of P positions.
+static const float* bias_of(const float* table, int64_t P, int64_t h, int64_t at, int64_t first) {
+  return table ? table + h * P + P - 1 - at + first : nullptr;
+}
+
 // Writes keys and values of `qkv` (see `Cached`) to slots positions[b] .. of the caches, in place, and attends to all slots up to
-// each query's own, the last `window` of them unless that is 0. `bias [S, H, S]` by query position, or of no elements. Queries that
-// are not live write nothing, and their output is 0, or without `clear` whatever lay there; those of a row that are live come first.
+// each query's own, the last `window` of them unless that is 0. `bias [H, S]`: of the last position, so that a key i positions back
+// has the i-th from the end; or of no elements. Queries that are not live write nothing, and their output is 0, or without `clear`
+// whatever lay there; those of a row that are live come first.
 static ffi::Error SelfAttention(ffi::ThreadPool pool, Floats qkv, Floats keys, Floats values, Floats bias, Integers positions,
                                 Flags live, Floats more_keys, Floats more_values, Integers more_lengths, Out<ffi::F32> out,
                                 Out<ffi::F32> new_keys, Out<ffi::F32> new_values, float divisor, float cap, int64_t window,
                                 bool clear) {
   Cached of;
   Further more;
-  if (!read_cached(qkv, keys, values, out, new_keys, new_values, of) || !may_have(bias, of.S * of.H * of.S) ||
+  if (!read_cached(qkv, keys, values, out, new_keys, new_values, of) || !may_have(bias, of.H * of.S) ||
       !has(positions, of.B) || !may_have(live, of.B * of.T) || !read_further(more_keys, more_values, more_lengths, of, more) ||
       (more.L && bias.element_count()) || window < 0)
     return unfit("self-attention: shapes do not fit");
@@ -1151,7 +1158,7 @@ static ffi::Error SelfAttention(ffi::ThreadPool pool, Floats qkv, Floats keys, F
       float* to = y + ((b * of.T + t) * of.H + h) * of.K;
       if (counts(b, t))
         attend_to_both(of.slots(b, g, first), at + 1 - first, more, b, g, of.query(b, t, h), t ? nullptr : next, of.K,
-                       table ? table + (at * of.H + h) * of.S + first : nullptr, {divisor, cap}, scores, to);
+                       bias_of(table, of.S, h, at, first), {divisor, cap}, scores, to);
       else if (clear) std::memset(to, 0, sizeof(float) * of.K);
     }
   });
@@ -1203,7 +1210,7 @@ static ffi::Error CrossAttention(ffi::ThreadPool pool, Floats query, Floats keys
 
 // As SelfAttention, for nodes of a tree: node t of a row is written to slot starts[b] + t, stands at positions[b, t] of its
 // sequence, and sees the slots paths[b, t, 0 .. positions[b, t]], its ancestors from the first position to itself.
-// `bias [H, P]`: of the last of P positions, so that a key i positions back has the i-th from the end; or of no elements.
+// `bias [H, P]`: as there, of the last of P positions.
 static ffi::Error NodeAttention(ffi::ThreadPool pool, Floats qkv, Floats keys, Floats values, Floats bias, Integers starts,
                                 Integers positions, Integers paths, Flags live, Floats more_keys, Floats more_values,
                                 Integers more_lengths, Out<ffi::F32> out, Out<ffi::F32> new_keys, Out<ffi::F32> new_values,
@@ -1235,7 +1242,7 @@ static ffi::Error NodeAttention(ffi::ThreadPool pool, Floats qkv, Floats keys, F
       float* to = y + (i * of.H + h) * of.K;
       if (counts(b, t))
         attend_to_both(own, last + 1 - first, more, b, g, of.query(b, t, h), t ? nullptr : next, of.K,
-                       table ? table + h * P + P - 1 - last + first : nullptr, {divisor, cap}, scores, to);
+                       bias_of(table, P, h, last, first), {divisor, cap}, scores, to);
       else if (clear) std::memset(to, 0, sizeof(float) * of.K);
     }
   });

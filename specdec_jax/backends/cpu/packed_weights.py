@@ -392,7 +392,7 @@ def attend_to_cache(
     qkv: Float32[Array, "B T QKV"],
     keys: _Cache,
     values: _Cache,
-    bias: Float32[Array, "S H S"] | Float32[Array, "H P"] | None,
+    bias: Float32[Array, "H P"] | None,
     where: Int32[Array, " B"] | AnyNodes,
     scoring: float | Scoring,
     valid: Valid = None,
@@ -406,8 +406,8 @@ def attend_to_cache(
       qkv: queries, keys and values side by side, as their joint weight gives them or `join_heads`:
         as many heads of queries as a multiple of those of the caches.
       keys, values: as in `KVCache`.
-      bias: added to the scores, by query position; for nodes that of the last of P positions, from
-        which each node's is taken by distance; None: nothing.
+      bias: added to the scores: that of the last of P positions, from which each query's is taken
+        by distance; P = S but for nodes; None: nothing.
       where: the first slot that is written in each row, or the nodes.
       scoring: how they attend; a number: its divisor.
       valid: False for positions that are not computed and write nothing; the valid ones of a row
@@ -419,14 +419,13 @@ def attend_to_cache(
     """
     how = _read_scoring(scoring)
     if isinstance(where, AnyNodes):
-        name, bias = "node_attention", _replace_none(bias, 2)
-        places = [where.starts, where.positions, where.paths]
+        name, places = "node_attention", [where.starts, where.positions, where.paths]
     else:
-        name, bias, places = "self_attention", _replace_none(bias, 3), [where]
+        name, places = "self_attention", [where]
     width = qkv.shape[2] - 2 * keys.shape[-3] * keys.shape[-1]
     shapes = (*qkv.shape[:2], width), keys.shape, values.shape
     none = jnp.zeros([0] * 4), jnp.zeros([0] * 4), jnp.zeros(0, jnp.int32)
-    arrays = qkv, keys, values, bias, *places, _flags(valid), *(how.more or none)
+    arrays = qkv, keys, values, _replace_none(bias, 2), *places, _flags(valid), *(how.more or none)
     call = _get_kernel(name, *shapes, aliases={1: 1, 2: 2})
     return tuple(call(*arrays, **how.scores(), window=np.int64(how.window or 0), clear=clear))
 

@@ -134,7 +134,7 @@ def _attention_cases(rng: Any) -> list[tuple]:
     B, T, H, G, S, K = 2, 3, 4, 2, 37, 24
     make = functools.partial(rng.standard_normal, dtype=np.float32)
     qkv, keys, values = make((B, T, (H + 2 * G) * K)), make((B, G, S, K)), make((B, G, S, K))
-    bias, table = make((S, H, S)), make((H, 2 * S - 1))
+    bias, table = make((H, S)), make((H, 2 * S - 1))
     whole, further = make((B, S, (H + 2 * G) * K)), [make((B, G, S, K)) for _ in range(2)]
     positions, lengths = np.array([5, 30], np.int32), np.array([37, 11], np.int32)
     divisor, valid = np.float32(3), np.arange(T) < np.array([[T], [1]])
@@ -160,7 +160,9 @@ def _attention_cases(rng: Any) -> list[tuple]:
         new_keys[b, :, written[b]], new_values[b, :, written[b]] = key[b], value[b]
         moved[b, :, written[b]] = keys[b, :, sources[b]]
     seen = (slots <= written[..., None]) & (slots > written[..., None] - window)
-    cached = attend(query / divisor, new_keys, new_values, bias[written], seen) * valid[..., None]
+    # Of the last position, so that a key as far back as there has the same; the wrapped are unseen.
+    placed = bias[:, (slots - written[..., None] - 1) % S].transpose(1, 2, 0, 3)
+    cached = attend(query / divisor, new_keys, new_values, placed, seen) * valid[..., None]
 
     # Nodes whose ancestors lie in every second slot.
     places = np.array([[5, 6, 6], [3, 4, 5]], np.int32)
@@ -193,7 +195,7 @@ def _attention_cases(rng: Any) -> list[tuple]:
         qkv,
         keys,
         values,
-        bias[0, :, :0],
+        bias[:, :0],
         positions,
         places,
         paths,
