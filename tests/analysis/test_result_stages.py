@@ -9,6 +9,7 @@ from toy_models import tiny_t5
 
 from specdec_jax.decoding.generate import generate
 from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_jax.models.padding import bucket_length
 from tools.accelerator_figures import ReportSetup
 from tools.results import (
     copying,
@@ -19,11 +20,11 @@ from tools.results import (
     shapes,
     whole_files,
 )
-from tools.results.cases import format_speed, time_cases
+from tools.results.cases import format_speed, load_target, time_cases
 from tools.results.shortfalls import list_shortfalls
 from tools.results.stage import Settings, Skipped
 from tools.results.stages import STAGES
-from tools.results.texts import read_texts, require_pairs
+from tools.results.texts import read_sentences, read_texts, require_pairs
 
 pytestmark = pytest.mark.usefixtures("quick")
 GAIN = {"median": 2.5, "least": 2.0, "most": 3.0}
@@ -67,6 +68,13 @@ def test_texts_are_those_that_are_there(tmp_path):
     ]
     assert read_texts(settings, ("ende", "wiki_pe"), 1) == {"ende": ["One two three four."]}
     assert list(read_texts(Settings(None, True), ("ende",), 2)) == ["sentences"]
+    with gzip.open(tmp_path / "ende/test.tsv.gz", "at", encoding="utf-8") as file:
+        file.write("The cat sat on the mat. " * 9)
+    (cut,) = read_sentences(settings, ("ende",), 9)["ende"]
+    assert bucket_length(len(load_target("none").vocabulary.encode(cut)) + 1) == 24
+    assert read_sentences(settings._replace(quick=False), ("ende",), 1) == {
+        "ende": ["One two three four."]
+    }
     with pytest.raises(Skipped, match="wiki_pe/test"):
         require_pairs(settings, "wiki_pe", 9)
 

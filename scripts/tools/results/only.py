@@ -24,7 +24,7 @@ from specdec_jax.training import heads
 from tools.results.cases import NEW_TOKENS, Case, drafts, load_target, time_cases
 from tools.results.pair import count_table
 from tools.results.stage import Rows, Settings
-from tools.results.texts import read_texts, require_pairs
+from tools.results.texts import read_sentences, require_pairs
 
 SHAPE = "128,4,32,0,2,512"  # that of the bundled drafter
 
@@ -74,7 +74,7 @@ def measure_only(settings: Settings) -> Rows:
         cases[name] = drafts(gamma, drafter=lambda: drafter)
         name = f"the same with four masks, all tokens in one call (PARD), γ = {gamma}"
         cases[name] = drafts(gamma, drafter=lambda: parallel)
-    texts = read_texts(settings, ("ende", "wiki_pe"), settings.choose(16, 3))
+    texts = read_sentences(settings, ("ende", "wiki_pe"), settings.choose(16, 3))
     passes = settings.choose(3, 2)
     return {name: time_cases(cases, text, passes) for name, text in texts.items()}
 

@@ -41,7 +41,7 @@ from tools.results.cases import (
 )
 from tools.results.copying import time_edits
 from tools.results.stage import Row, Rows, Settings, Skipped
-from tools.results.texts import find_text, read_texts, require_pairs
+from tools.results.texts import find_text, read_sentences, require_pairs
 
 TEXTS = ("ende", "wiki_pe", "wikitext2", "scitldr", "dialogsum")
 
@@ -57,7 +57,7 @@ def measure_pair(settings: Settings) -> Rows:
         "speculative, int8, γ = 4": drafts(4, "int8"),
         'speculative, int8, `gamma="auto"`': drafts("auto", "int8"),
     }
-    texts = read_texts(settings, ("ende", "wiki_pe"), settings.choose(60, 12))
+    texts = read_sentences(settings, ("ende", "wiki_pe"), settings.choose(60, 12))
     passes = settings.choose(3, 2)
     return {name: time_cases(cases, text, passes) for name, text in texts.items()}
 
@@ -72,7 +72,7 @@ def measure_texts(settings: Settings) -> Rows:
             '`gamma="auto"`': drafts("auto", form),
             "`Calibrated`": drafts(Calibrated(8), form),
         }
-        texts = read_texts(settings, TEXTS, settings.choose(16, 4))
+        texts = read_sentences(settings, TEXTS, settings.choose(16, 4))
         for name, text in texts.items():
             rows[f"{name} {label}"] = time_cases(cases, text, settings.choose(3, 2))
     return rows
@@ -222,7 +222,7 @@ def time_at(
     count: int | None = None,
 ) -> Rows:
     """Returns the rows of texts, by default the pair's two, at one temperature."""
-    texts = read_texts(settings, names, count or settings.choose(20, 4))
+    texts = read_sentences(settings, names, count or settings.choose(20, 4))
     passes, rows = settings.choose(3, 2), {}
     for name, text in texts.items():
         forget_programs()
@@ -250,7 +250,7 @@ def measure_cascades(settings: Settings) -> Rows:
         "four tokens of the bundled drafter, then `lookup`, γ = 6": drafts(6, drafter=lead),
         "the bundled drafter, itself drafted for by `lookup`, γ = 6": drafts(6, drafter=inside),
     }
-    texts = read_texts(settings, ("ende", "wiki_pe", "scitldr"), settings.choose(16, 3))
+    texts = read_sentences(settings, ("ende", "wiki_pe", "scitldr"), settings.choose(16, 3))
     passes = settings.choose(3, 2)
     return {name: time_cases(cases, text, passes) for name, text in texts.items()}
 
@@ -280,7 +280,7 @@ def measure_beams(settings: Settings) -> Rows:
         options = {"gamma": gamma, "beam_width": 8, **beams}
         cases[f"four beams, γ = {gamma}, 8 nodes a level"] = Case("none", make_bundled, options)
     cases["greedy, plain"] = Case("none")
-    texts = read_texts(settings, ("ende", "wiki_pe"), settings.choose(24, 5))
+    texts = read_sentences(settings, ("ende", "wiki_pe"), settings.choose(24, 5))
     passes = settings.choose(3, 2)
     return {name: time_cases(cases, text, passes) for name, text in texts.items()}
 

@@ -6,7 +6,12 @@ import pathlib
 from collections.abc import Iterator, Sequence
 
 from specdec_jax.commands.sentences import read_built_in_sentences
+from specdec_jax.models.padding import bucket_length
+from tools.results.cases import load_target
 from tools.results.stage import Settings, Skipped
+
+# The padded length of a quick run's sentences, and how many it looks at.
+_PADDED, _SCANNED = 24, 600
 
 
 def find_text(settings: Settings, name: str, split: str = "test") -> pathlib.Path | None:
@@ -21,7 +26,7 @@ def find_text(settings: Settings, name: str, split: str = "test") -> pathlib.Pat
 def read_texts(settings: Settings, names: Sequence[str], count: int) -> dict[str, list[str]]:
     """Returns the first `count` sources of each text that is there, else the package's.
 
-    A quick run cuts them after fewer words: each padded length is compiled for every case.
+    A quick run cuts them after fewer words.
     """
     words = settings.choose(60, 20)
     found = {
@@ -30,6 +35,30 @@ def read_texts(settings: Settings, names: Sequence[str], count: int) -> dict[str
         if (path := find_text(settings, name))
     }
     return found or {"sentences": read_built_in_sentences()[:count]}
+
+
+def read_sentences(settings: Settings, names: Sequence[str], count: int) -> dict[str, list[str]]:
+    """Returns what `read_texts` does, for ways of decoding that take one sentence at a time.
+
+    A quick run cuts them to one padded length, since each is compiled for every way, and leaves out
+    shorter ones.
+    """
+    if not (settings.quick and settings.data):
+        return read_texts(settings, names, count)
+    texts = read_texts(settings, names, _SCANNED)
+    return {
+        name: list(itertools.islice(filter(None, map(_cut_to_length, text)), count))
+        for name, text in texts.items()
+    }
+
+
+def _cut_to_length(source: str) -> str | None:
+    """Returns the first words of a source, of the padded length of a quick run; None: too few."""
+    vocabulary, words = load_target("none").vocabulary, source.split()
+    assert vocabulary is not None
+    while (length := len(vocabulary.encode(" ".join(words))) + 1) > _PADDED:
+        words.pop()
+    return " ".join(words) if bucket_length(length) == _PADDED else None
 
 
 def require_pairs(
