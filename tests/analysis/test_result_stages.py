@@ -149,7 +149,7 @@ def test_the_report_of_an_accelerator_becomes_rows(load_script, monkeypatch):
 
     monkeypatch.setattr(script, "measure", measure)
     rows = elsewhere.measure_report(setup)
-    assert elsewhere.format_figure(rows["brief"]["α = 0.75, 8 rows"]) == "2 ms, 2.50 times plain"
+    assert elsewhere.format_figure(rows["brief"]["α = 0.75, 1 row"]) == "2 ms, 2.50 times plain"
     assert rows["t5_1_1/xxl"]["plain, 1 row"] == {"milliseconds": 2.0}
     assert elsewhere.format_figure(rows["t5_1_1/xxl"]["T5X, plain"]) == "2 ms, 0.50 times plain"
     with pytest.raises(Skipped, match="no accelerator"):
