@@ -1,6 +1,6 @@
 """Measures the figures of the pages, stage by stage, and renders the pages' tables.
 
-    python scripts/results.py --data=DATA            # an hour and three quarters on two cores
+    python scripts/results.py --data=DATA            # nearly two hours on two cores
     python scripts/results.py --data=DATA --quick    # half an hour
     python scripts/results.py --render               # renders only
 

@@ -29,7 +29,7 @@ STAGES: dict[str, Stage] = {
     "drafters": Stage(_OVER_PLAIN, (14, 6), pair.measure_drafters, format_speed, format_brief),
     "policies": Stage(_OVER_PLAIN, (4, 1.5), pair.measure_policies, format_speed),
     "cascades": Stage(_OVER_PLAIN, (2, 1), pair.measure_cascades, format_speed),
-    "only": Stage(_OVER_PLAIN, (13, 3), only.measure_only, format_speed),
+    "only": Stage(_OVER_PLAIN, (22, 3), only.measure_only, format_speed),
     "summaries": Stage(
         "summaries by people, over plain", (2.5, 0.8), copying.measure_summaries, format_speed
     ),
