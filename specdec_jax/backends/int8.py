@@ -26,8 +26,8 @@ class Int8Weight:
       input_bits: bits to which `packed_weights.py` rounds the inputs of its products, 16 or 8, in
         the place of which `product` always takes 8. None: inputs are not rounded.
       derived: whether it is made of another parameter, and is no parameter itself.
-      transposed: whether `values` is `[F, D]`, of which XLA's product on a GPU reads the more in
-        the same time. The decode loop alone takes it so.
+      transposed: whether `values` is `[F, D]`, which XLA's product on a GPU reads faster. Only the
+        decode loop takes it so.
     """
 
     values: Int8[Array, "D F"] | Int8[Array, "F D"]
