@@ -172,7 +172,7 @@ def render_text(text: str, records: Sequence[Mapping[str, Any]]) -> str:
 def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
     """Returns the Markdown table `STAGE TEXT`: a row for each case, a column for each machine.
 
-    With `*` in TEXT there is a column for each text that it matches.
+    With `*` in TEXT there is a table for each machine, with a column for each text that it matches.
 
     Raises:
       ValueError: there is no such stage.
@@ -188,24 +188,41 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
         raise ValueError(
             f"results: got {name!r} on a page, expected a stage of {', '.join(STAGES)}"
         )
-    show, heads, columns, why = STAGES[stage].format, [], [], set()
+    kind, heads, columns, tables, why = STAGES[stage], [], [], [], set()
     # Stages are measured on processors, one on accelerators.
     other = [one for one in records if bool(name_accelerator(one)) == (stage == "accelerator")]
-    records = [one for one in records if stage in one["stages"] or one in other]
-    for record in records:
+    for record in [one for one in records if stage in one["stages"] or one in other]:
         part = record["stages"].get(stage, {})
-        head = name_machine(record) + note_conditions(record, part, STAGES[stage].timed)
+        head = name_machine(record) + note_conditions(record, part, kind.timed)
         rows = part.get("rows", {})
-        if "*" in text:  # brief cells, a column for each text
-            show = STAGES[stage].brief
+        why.add(explain_absence(part))
+        if "*" in text:
             before, after = text.split("*")
             texts = [one for one in rows if one.startswith(before) and one.endswith(after)]
-            heads += [f"{one.removesuffix(after)}, {head}" for one in texts]
-        else:
-            texts, heads = [text], [*heads, head]
-        columns += [{case: show(row) for case, row in rows.get(one, {}).items()} for one in texts]
-        why.add(explain_absence(part))
-    return _write_rows(STAGES[stage].title, heads, columns, "; ".join(sorted(why)))
+            brief = [{case: kind.brief(row) for case, row in rows[one].items()} for one in texts]
+            names = [one.removeprefix(before).removesuffix(after) for one in texts]
+            tables += [_write_rows(f"{kind.title}: {head}", names, brief)] * bool(texts)
+        heads.append(head)
+        columns.append({case: kind.format(row) for case, row in rows.get(text, {}).items()})
+    if tables:
+        return "\n\n".join(tables)
+    if not kind.timed:
+        heads, columns = _join_equal(heads, columns)
+    return _write_rows(kind.title, heads, columns, "; ".join(sorted(why)))
+
+
+def _join_equal(
+    heads: Sequence[str], columns: Sequence[Mapping[str, str]]
+) -> tuple[list[str], list[Mapping[str, str]]]:
+    """Returns columns without those that others contain, whose heads are joined.
+
+    What is computed, not timed, is often the same on several machines.
+    """
+    kept: dict[int, list[str]] = {}
+    for at in sorted(range(len(columns)), key=lambda one: -len(columns[one])):
+        whole = next((one for one in kept if columns[at].items() <= columns[one].items()), at)
+        kept.setdefault(whole, []).extend([heads[at]] * (whole == at or bool(columns[at])))
+    return ["; ".join(kept[one]) for one in sorted(kept)], [columns[one] for one in sorted(kept)]
 
 
 def name_machine(record: Mapping[str, Any]) -> str:

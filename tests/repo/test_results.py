@@ -63,11 +63,27 @@ def test_a_table_of_all_texts_has_a_column_for_each(results):
     rows = record["stages"]["pair"]["rows"]["ende"]
     drafters = {"ende T=0": rows, "more T=0": {"plain, float32": rows["plain, float32"]}}
     record["stages"]["drafters"] = {"rows": drafters | {"ende T=1": rows}}
-    assert results.make_table("drafters * T=0", [record]).splitlines() == [
-        "| one sentence at a time, over plain | ende, A chip, 2 cores | more, A chip, 2 cores |",
+    table = [
+        "| one sentence at a time, over plain: A chip, 2 cores | ende | more |",
         "|---|---|---|",
         "| plain, float32 | 1.00 | 1.00 |",
         "| speculative | 2.50; α 0.75; 3.25 | - |",
+    ]
+    other = {"machine": {"processor": "B", "cores": 4}, "stages": {}}
+    assert results.make_table("drafters * T=0", [record, other]).splitlines() == table
+    assert results.make_table("drafters * T=0", [record] * 2).splitlines() == [*table, "", *table]
+
+
+def test_machines_that_computed_the_same_share_a_column(results):
+    def measure(processor, **rows):
+        rows = {case: {"failed": text} for case, text in rows.items()}
+        stages = {"tpu": {"rows": {"chips": rows}}} if rows else {}
+        return {"machine": {"processor": processor, "cores": 2}, "stages": stages}
+
+    records = [measure("A", x="1"), measure("B", x="1", y="2"), measure("C"), measure("D", x="3")]
+    assert results.make_table("tpu chips", records).splitlines()[::2] == [
+        "| T5-XXL in bfloat16, by the compiler's estimates | B, 2 cores; A, 2 cores | D, 2 cores |",
+        "| x | 1 | 3 |",
     ]
 
 

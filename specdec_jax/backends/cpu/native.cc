@@ -1,8 +1,7 @@
 // Products and attention of a few rows, float32, for XLA's foreign function interface on a CPU.
 //
 //   product             y [M, F] = f(x [M, K]) · w + bias + residual, f a norm, an activation or nothing, w in panels of 16 columns: float32 [ceil(F/16), K, 16], or int8 with a
-//                       scale for each column, [ceil(F/16), ceil(K/2), 16, 2] for inputs of 16 bits, [ceil(F/16), ceil(K/4), 16, 4]
-//                       for inputs of 8
+//                       scale for each column, [ceil(F/16), ceil(K/4), 16, 4], for inputs that are rounded to 16 or 8 bits
 //   head                of such a product the greatest column of each row and its log-probability; y itself is never stored
 //   norm                f(x), the norm alone
 //   log-sums            log Σ exp of rows, in the order of the head
@@ -26,6 +25,11 @@
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
+#endif
+#if defined(__AMX_INT8__) && defined(__AVX512F__) && defined(__linux__)
+#define SPECDEC_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include "xla/ffi/api/ffi.h"
@@ -51,7 +55,6 @@ constexpr int64_t kGroup = 96; // rows whose partial sums are kept at a time
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef float Loose __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
-typedef int8_t Bytes __attribute__((vector_size(2 * kLanes), aligned(1), may_alias));
 typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Lines __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
 
@@ -217,6 +220,23 @@ constexpr int rows_for(int panels) {
 // are blocks of the squarest shape, kWide panels.
 constexpr int kWide = kParts == 1 ? 4 : 1;
 
+// Tiles of AMX: 16 rows of 64 bytes. Rows of inputs are whole tiles then, one after the other.
+constexpr int kTileRows = 16, kTileBytes = 64, kTile = kTileRows * kTileBytes, kTilePanels = 2;
+template <typename W>
+constexpr int kTiledFrom = 17;  // rows: fewer are multiplied as soon without
+template <>
+constexpr int kTiledFrom<int8_t> = 2;
+#ifdef SPECDEC_TILES
+// Whether Linux lets this process use tiles, for which it must be asked: it keeps their 8 KiB for each thread.
+static bool may_use_tiles() {
+  constexpr int kAskFor = 0x1023, kTileData = 18;
+  static const bool granted = !syscall(SYS_arch_prctl, kAskFor, kTileData);
+  return granted;
+}
+#else
+static bool may_use_tiles() { return false; }
+#endif
+
 // How a part of a row of inputs was rounded: the factor of its integers, and what the sums of its products begin with.
 struct Rounding {
   float scale;
@@ -244,26 +264,29 @@ static inline void add_scaled(float* sums, Ints sum, const Rounding* x) {
   store(sums, load(sums) + __builtin_convertvector(sum, Vec) * x->scale);
 }
 
-// Two neighbouring inputs, 16 bits each, in one number; sums of a part are exact: 2 · 256 · 128 · 32,767 < 2^31.
+// Four neighbouring inputs, 16 bits each: the first and the third in one number, the second and the fourth in the next. Sums of
+// a part are exact: 4 · 128 · 128 · 32,767 < 2^31.
+struct Inputs16 {
+  int32_t first, second;
+};
+// Of kLanes columns, four weights each, of 16 bits, in the same order.
+struct Weights16 {
+  Ints first, second;
+};
+
 template <>
 struct Kind<int8_t> {
-  typedef int32_t Input;
+  typedef Inputs16 Input;
   typedef int16_t Integer;
   typedef Ints Sum;
-  static constexpr int kInputs = 2, kPart = 256, kExcess = 0;
+  static constexpr int kInputs = 4, kPart = 128, kExcess = 0;
   static Sum begin(const float*, const Rounding*) { return Sum{}; }
-  // Of kLanes columns, two weights of 16 bits each.
-  static Ints line(const int8_t* p) {
-    // GCC 12 converts short vectors of bytes element by element, so by intrinsics where it matters.
-#if defined(__AVX512BW__)
-    return (Ints)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
-#elif defined(__AVX2__)
-    return (Ints)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
-#else
-    return (Ints)__builtin_convertvector(*reinterpret_cast<const Bytes*>(p), Shorts);
-#endif
+  static Weights16 line(const int8_t* p) {
+    const Shorts w = (Shorts)*reinterpret_cast<const Lines*>(p);
+    return {(Ints)(w << 8 >> 8), (Ints)(w >> 8)};
   }
-  static Sum add(Sum sum, Input x, Ints w) {
+  static Sum add(Sum sum, Input x, Weights16 w) { return add(add(sum, x.first, w.first), x.second, w.second); }
+  static Sum add(Sum sum, int32_t x, Ints w) {
 #if defined(__AVX512VNNI__)
     return (Sum)_mm512_dpwssd_epi32((__m512i)sum, _mm512_set1_epi32(x), (__m512i)w);
 #elif defined(__AVX512BW__)
@@ -342,6 +365,7 @@ struct Product {
   Peak* peaks;  // [M, panels], or none
   bool summed;
   float cap;  // 0: none
+  bool tiled;
 };
 
 // Lines begin .. end - 1 of a few panels, which lie `apart` values apart, for one block of rows.
@@ -419,6 +443,62 @@ static __attribute__((noinline)) void block(const Inputs<W>& x, const Panels<W>&
       for (int q = 0; q < kParts; q++)
         Of::end(sums + (i * P + p) * kPanel + q * kLanes, s[i][p][q], x.roundings + i * x.apart);
 }
+
+#ifdef SPECDEC_TILES
+// sums [rows, 2 panels] += x · w, with x in tiles, those of other rows `apart` bytes apart. Two tiles of x at a time: of
+// inputs of 8 bits those of 32 rows, of 16 bits the upper and the lower halves of 16 rows. The sums of products are exact, and
+// so the bits are those of `block`.
+template <typename W>
+static __attribute__((noinline)) void multiply_tiles(const int8_t* x, int64_t apart, int rows, const Rounding* roundings,
+                                                     int64_t parts, const Panels<W>& w, float* sums) {
+  constexpr bool kHalves = std::is_same_v<W, int8_t>;
+  // Static, since compilers may leave out stores that only this instruction reads.
+  alignas(64) static const struct {
+    uint8_t palette = 1, start = 0, none[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } shape;
+  alignas(64) int32_t found[4][kTileRows * kPanel];
+  constexpr int kRows = kHalves ? kTileRows : 2 * kTileRows;
+  const int tiles = (w.end - w.begin) / kTileRows;
+  const int8_t* panel = (const int8_t*)w.w + (int64_t)w.begin * kTileBytes;
+  _tile_loadconfig(&shape);
+  for (int row = 0; row < rows; row += kRows, x += 2 * apart) {
+    const bool two = kHalves || rows - row > kTileRows;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int k = 0; k < tiles; k++) {
+      _tile_loadd(4, x + k * kTile, kTileBytes);
+      _tile_loadd(6, panel + k * kTile, kTileBytes);
+      _tile_loadd(7, panel + w.apart + k * kTile, kTileBytes);
+      _tile_dpbssd(0, 4, 6);
+      _tile_dpbssd(1, 4, 7);
+      if (!two) continue;
+      _tile_loadd(5, x + apart + k * kTile, kTileBytes);
+      if constexpr (kHalves) {  // the lower half has no sign
+        _tile_dpbusd(2, 5, 6);
+        _tile_dpbusd(3, 5, 7);
+      } else {
+        _tile_dpbssd(2, 5, 6);
+        _tile_dpbssd(3, 5, 7);
+      }
+    }
+    _tile_stored(0, found[0], kTileBytes);
+    _tile_stored(1, found[1], kTileBytes);
+    _tile_stored(2, found[2], kTileBytes);
+    _tile_stored(3, found[3], kTileBytes);
+    const auto sum = [&](int i, int p) { return *reinterpret_cast<const Ints*>(found[i] + p * kPanel); };
+    for (int i = 0; i < kRows && row + i < rows; i++)
+      for (int p = 0; p < kTilePanels; p++) {
+        const Ints own = kHalves ? sum(p, i) * 256 + sum(2 + p, i) : sum(i / kTileRows * 2 + p, i % kTileRows);
+        add_scaled(sums + ((row + i) * kTilePanels + p) * kPanel, own, roundings + (row + i) * parts);
+      }
+  }
+  _tile_release();
+}
+#endif
 
 // The block of m rows, kLeast <= m < kLeast + the length of the sequence.
 template <int P, int kLeast, typename W, int... M>
@@ -513,13 +593,21 @@ static void columns(const Product<W>& of, int64_t panel, bool whole) {
   float sums[kGroup * P * kPanel];
   int64_t first = 0;
   for (int64_t groups = (of.M + kGroup - 1) / kGroup; groups > 0; groups--) {
-    const int rows = (of.M - first + groups - 1) / groups;
+    const int rows = !of.tiled ? (of.M - first + groups - 1) / groups : of.M - first < kGroup ? of.M - first : kGroup;
     const int part = rows <= kMost && !of.roundings ? of.lines : Kind<W>::kPart;
     w.turns = (rows + kMost - 1) / kMost;
     w.ahead = w.turns == 1 ? kAhead / P : Kind<W>::kPart;
     std::memset(sums, 0, sizeof(float) * rows * P * kPanel);
     for (w.begin = 0; w.begin < of.lines; w.begin = w.end) {
       w.end = w.begin + part < of.lines ? w.begin + part : of.lines;
+#ifdef SPECDEC_TILES
+      if constexpr (Kind<W>::kInputs > 1 && P == kTilePanels)
+        if (of.tiled) {
+          const int8_t* x = (const int8_t*)(of.x + first * of.lines) + (int64_t)w.begin * kTileBytes;
+          multiply_tiles(x, of.lines * kTileBytes, rows, of.roundings + first * of.parts + w.begin / part, of.parts, w, sums);
+          continue;
+        }
+#endif
       int row = 0;
       for (w.turn = 0; w.turn < w.turns; w.turn++) {
         const int m = (rows - row + w.turns - w.turn - 1) / (w.turns - w.turn);
@@ -552,16 +640,16 @@ static void product(ffi::ThreadPool& pool, const Product<W>& of) {
   // Many rows are cut into blocks that are about alike.
   constexpr int kHalf = (kMost + 1) / 2, kLeast = kWide == 4 ? 1 : kTwo < kHalf ? kTwo + 1 : kHalf;
   const int64_t panels = (of.F + kPanel - 1) / kPanel, bytes = of.lines * kLine<W> * sizeof(W);
-  const int side = of.M <= kFour ? 4 : of.M <= kTwo ? 2 : kWide;
+  const int side = of.tiled ? kTilePanels : of.M <= kFour ? 4 : of.M <= kTwo ? 2 : kWide;
   const auto part = [=](int64_t first, int64_t last) {
     first *= side, last = last * side < panels ? last * side : panels;
     if constexpr (kFour > 0)
-      if (of.M <= kFour) return panels_of<4, 1, kFour>(of, first, last);
-    if (of.M <= kTwo) return panels_of<2, kFour + 1, kTwo>(of, first, last);
+      if (of.M <= kFour && !of.tiled) return panels_of<4, 1, kFour>(of, first, last);
+    if (of.M <= kTwo || of.tiled) return panels_of<2, kFour + 1, kTwo>(of, first, last);
     panels_of<kWide, kLeast, kMost>(of, first, last);
   };
   const int64_t groups = (panels + side - 1) / side;
-  const int64_t weights = panels * kPanel * of.lines * Kind<W>::kInputs, sums = weights * of.M / (Kind<W>::kInputs == 2 ? 2 : 4);
+  const int64_t weights = panels * kPanel * of.lines * Kind<W>::kInputs, sums = weights * of.M / (of.tiled ? 16 : std::is_same_v<W, int8_t> ? 2 : 4);
   const int64_t cost = panels * bytes > sums ? panels * bytes : sums;  // bytes, or what the arithmetic takes meanwhile
   in_parallel(pool, groups, (128 << 10) / (side * bytes + 1) + 1, cost / (64 << 10), part);
 }
@@ -608,9 +696,16 @@ static inline void narrowed(Ints integers, int8_t* to) {
 #endif
 }
 
-// Rounds a row of inputs, in parts; a part's scale is none where an input is not finite.
+// Each four numbers in the order of `Inputs16`.
+template <int... I>
+static inline Ints paired(Ints v, std::integer_sequence<int, I...>) {
+  return Ints{v[I % 4 == 1 ? I + 1 : I % 4 == 2 ? I - 1 : I]...};
+}
+
+// Rounds a row of inputs, in parts; a part's scale is none where an input is not finite. `plain`: in the order of x.
 template <typename W>
-static __attribute__((noinline)) void rounded(const float* x, int64_t K, typename Kind<W>::Input* to, Rounding* roundings) {
+static __attribute__((noinline)) void rounded(const float* x, int64_t K, bool plain, typename Kind<W>::Input* to,
+                                              Rounding* roundings) {
   typedef typename Kind<W>::Integer Integer;
   constexpr int64_t kInputs = Kind<W>::kInputs, kEach = Kind<W>::kPart * kInputs;
   constexpr float kMost = std::numeric_limits<Integer>::max();
@@ -631,16 +726,36 @@ static __attribute__((noinline)) void rounded(const float* x, int64_t K, typenam
     Ints total = {};
     for (int64_t k = 0; k < count; k += kLanes) {
       const Vec v = finite ? load(x + k, count - k) : Vec{};
-      const Ints integers = (Ints)(v * inverse + all(kShift)) - 0x4b400000;
+      Ints integers = (Ints)(v * inverse + all(kShift)) - 0x4b400000;
       total += integers;
+      if (sizeof(Integer) == 2 && !plain) integers = paired(integers, std::make_integer_sequence<int, kLanes>());
+      const int64_t left = (count - k + kInputs - 1) / kInputs * kInputs;
       Integer own[kLanes];
-      narrowed(integers, count - k < kLanes ? own : out + k);
-      if (count - k < kLanes) std::memcpy(out + k, own, sizeof(Integer) * (count - k));
+      narrowed(integers, left < kLanes ? own : out + k);
+      if (left < kLanes) std::memcpy(out + k, own, sizeof(Integer) * left);
     }
-    for (int64_t k = count; k % kInputs; k++) out[k] = 0;
     *roundings++ = {finite ? greatest / kMost : NAN, Kind<W>::kExcess * -sum_of(total)};
   }
 }
+
+#ifdef SPECDEC_TILES
+// Cuts rounded row i into the tiles that `multiply_tiles` reads.
+template <typename W>
+static void cut_into_tiles(const typename Kind<W>::Input* row, int64_t i, int64_t K, typename Kind<W>::Input* tiles) {
+  int8_t* to = (int8_t*)(tiles + (i - i % kTileRows) * (K / Kind<W>::kInputs)) + i % kTileRows * kTileBytes;
+  for (int64_t k = 0; k < K; k += kTileBytes, to += kTile) {
+    if constexpr (std::is_same_v<W, Quad>) {
+      std::memcpy(to, (const int8_t*)row + k, kTileBytes);
+    } else {
+      for (int half = 0; half < kTileBytes; half += 32) {
+        const __m512i x = _mm512_loadu_si512((const int16_t*)row + k + half);
+        _mm256_storeu_si256((__m256i*)(to + half), _mm512_cvtepi16_epi8(_mm512_srai_epi16(x, 8)));
+        _mm256_storeu_si256((__m256i*)(to + half + kTileRows * K), _mm512_cvtepi16_epi8(x));
+      }
+    }
+  }
+}
+#endif
 
 // What is made of a row before it is multiplied: `panels.Before`.
 enum : int64_t { kNothing, kRootMeanSquare, kMeanAndVariance, kActivation, kGate };
@@ -754,18 +869,26 @@ static ffi::Error multiply(ffi::ThreadPool pool, const Floats& x, const ffi::Buf
   if (!M || !F) return ffi::Error::Success();
   const float* given = x.typed_data();
   Product<W> of{(const Input*)given, nullptr, rows, M, lines, parts, (const W*)w.typed_data(), or_none(scales), to.bias, to.residual, to.y,
-                F, nullptr, to.summed, to.cap};
+                F, nullptr, to.summed, to.cap, 
+                kInputs > 1 && M >= kTiledFrom<W> && K % kTileBytes == 0 && may_use_tiles()};
   if (kInputs > 1 || M < all || before.kind != kNothing) {
-    Input* into = room(own_x, M * lines);
+    Input* into = room(own_x, (M + kTileRows - 1) / kTileRows * kTileRows * lines);
     Rounding* roundings = room(own_roundings, M * parts);
     in_parallel(pool, M, 1 + (1 << 13) / (K + 1), M * K / (1 << 14), [=](int64_t first, int64_t last) {
       static thread_local std::vector<float> own;
+      static thread_local std::vector<Input> own_line;
       for (int64_t i = first; i < last; i++) {
         const float* row = given + rows[i] * width;
         float* made = kInputs > 1 ? before.kind == kNothing ? nullptr : room(own, K) : (float*)(into + i * lines);
         if (before.kind != kNothing) prepared(before, row, K, made);
         else if (kInputs == 1) std::memcpy(made, row, sizeof(float) * K);
-        if constexpr (kInputs > 1) rounded<W>(made ? made : row, K, into + i * lines, roundings + i * parts);
+        if constexpr (kInputs > 1) {
+          Input* line = of.tiled ? room(own_line, lines) : into + i * lines;
+          rounded<W>(made ? made : row, K, of.tiled, line, roundings + i * parts);
+#ifdef SPECDEC_TILES
+          if (of.tiled) cut_into_tiles<W>(line, i, K, into);
+#endif
+        }
       }
     });
     of.x = into, of.roundings = roundings;

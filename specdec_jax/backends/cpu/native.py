@@ -65,6 +65,7 @@ _COMPILE_SECONDS, _PROBE_SECONDS, _ASK_SECONDS = 120, 60, 20
 _FORGOTTEN = 86_400
 # Macros that a compiler defines for instructions it may use, widest first.
 _VECTORS = {
+    "__AMX_INT8__": "avx512, amx",
     "__AVX512F__": "avx512",
     "__AVX2__": "avx2",
     "__AVX__": "avx",

@@ -26,7 +26,7 @@ from specdec_jax.files.reading import mismatch_error, quote_value
 # Bits of a product's inputs by the ways of quantising weights to 8 bits; see `checkpoints.load`.
 INPUT_BITS = {"int8": 16, "w8a8": 8}
 QUANTIZE = (*INPUT_BITS, "none")
-_COLUMNS = 16  # columns of a panel
+_COLUMNS, _GROUP = 16, 4  # columns of a panel, and neighbouring lines of int8 values
 # Arrays of up to so many numbers are rearranged by NumPy. XLA is faster, but takes some ten
 # milliseconds to make a program for a shape, or to read it from the folder of compiled programs.
 _SMALL = 1 << 22
@@ -108,7 +108,7 @@ class Before(NamedTuple):
 
 
 Panels = (
-    Float[Array | np.ndarray, "panels D 16"] | Int8[Array | np.ndarray, "panels groups 16 group"]
+    Float[Array | np.ndarray, "panels D 16"] | Int8[Array | np.ndarray, "panels groups 16 4"]
 )
 
 
@@ -117,12 +117,14 @@ class PackedWeight:
     """A packed weight matrix `[D, F]`.
 
     Attributes:
-      values: ceil(F / 16) panels, 0 past the last line and column. In 8 bits the last axis has as
-        many neighbouring lines as inputs fill 32 bits: 2 of 16 bits or 4 of 8.
+      values: ceil(F / 16) panels, 0 past the last line and column. In 8 bits the last axis has four
+        neighbouring lines.
       scales: factors of the columns of int8 values; None for float32.
       lines: D.
       columns: F.
       derived: whether it is made of another parameter, and is no parameter itself.
+      input_bits: bits to which the inputs of products with int8 values are rounded, 16 or 8; None
+        for float32.
     """
 
     values: Panels
@@ -130,6 +132,7 @@ class PackedWeight:
     lines: int = flax.struct.field(pytree_node=False)
     columns: int = flax.struct.field(pytree_node=False)
     derived: bool = flax.struct.field(pytree_node=False, default=False)
+    input_bits: int | None = flax.struct.field(pytree_node=False, default=None)
 
     @classmethod
     def pack(
@@ -138,11 +141,9 @@ class PackedWeight:
         """Packs a weight."""
         if isinstance(weight, Int8Weight):
             assert weight.input_bits, "the CPU's own kernels round inputs"
-            values, group = weight.values, 32 // weight.input_bits
-            small = is_small_on_host(values)
-            values = _cut_groups_on_host(values, group) if small else _cut_groups(values, group)
-            lines, columns = weight.values.shape
-            return cls(values, weight.scales, lines, columns, derived)
+            cut = _cut_groups_on_host if is_small_on_host(weight.values) else _cut_groups
+            values = cut(weight.values)
+            return cls(values, weight.scales, *weight.values.shape, derived, weight.input_bits)
         lines, columns = weight.shape
         return cls(_cut(jnp.asarray(weight)), None, lines, columns, derived)
 
@@ -153,7 +154,7 @@ class PackedWeight:
         values = join(self.values, self.lines, self.columns)
         if self.scales is None:
             return values
-        return Int8Weight(values, self.scales, 32 // self.values.shape[-1])
+        return Int8Weight(values, self.scales, self.input_bits)
 
     def matrix(self) -> Float[Array | np.ndarray, "D F"]:
         """Returns the weight as float32."""
@@ -212,7 +213,7 @@ class PackedWeight:
 
     @property
     def _kind(self) -> str:
-        return "f32" if self.scales is None else "s8" if self.values.shape[-1] == 2 else "w8a8"
+        return {None: "f32", 16: "s8", 8: "w8a8"}[self.input_bits]
 
 
 def is_weight_object(node: Any) -> bool:
@@ -226,10 +227,10 @@ def _cut(weight: Shaped[Array, "D F"]) -> Shaped[Array, "panels D 16"]:
     return padded.reshape(len(weight), -1, _COLUMNS).transpose(1, 0, 2)
 
 
-@functools.partial(jax.jit, static_argnames="group")
-def _cut_groups(weight: Int8[Array, "D F"], group: int) -> Int8[Array, "panels groups 16 {group}"]:
-    padded = _cut(jnp.pad(weight, ((0, -len(weight) % group), (0, 0))))
-    return padded.reshape(len(padded), -1, group, _COLUMNS).swapaxes(2, 3)
+@jax.jit
+def _cut_groups(weight: Int8[Array, "D F"]) -> Int8[Array, "panels groups 16 4"]:
+    padded = _cut(jnp.pad(weight, ((0, -len(weight) % _GROUP), (0, 0))))
+    return padded.reshape(len(padded), -1, _GROUP, _COLUMNS).swapaxes(2, 3)
 
 
 def is_small_on_host(*arrays: jax.Array | np.ndarray) -> bool:
@@ -250,13 +251,13 @@ def _is_on_no_mesh(array: jax.Array) -> bool:
     return isinstance(array.sharding, jax.sharding.SingleDeviceSharding)
 
 
-def _cut_groups_on_host(weight: Int8[Array, "D F"], group: int) -> jax.Array:
+def _cut_groups_on_host(weight: Int8[Array, "D F"]) -> Int8[Array, "panels groups 16 4"]:
     """Does what `_cut_groups` does, in NumPy."""
     weight = np.asarray(weight)
-    padding = -weight.shape[0] % group, -weight.shape[1] % _COLUMNS
+    padding = -weight.shape[0] % _GROUP, -weight.shape[1] % _COLUMNS
     padded = np.pad(weight, [(0, more) for more in padding]) if any(padding) else weight
     columns = padded.reshape(len(padded), -1, _COLUMNS).swapaxes(0, 1)
-    return jax.device_put(np.stack([columns[:, i::group] for i in range(group)], axis=-1))
+    return jax.device_put(np.stack([columns[:, i::_GROUP] for i in range(_GROUP)], axis=-1))
 
 
 @functools.partial(jax.jit, static_argnames=("lines", "columns"))

@@ -68,7 +68,7 @@ def _product_cases(rng: Any) -> list[tuple]:
     """
     import numpy as np
 
-    M, K, F, P = 5, 600, 512, 16
+    M, K, F, P = 20, 640, 512, 16  # as many rows and inputs as fill tiles
     make = functools.partial(rng.standard_normal, dtype=np.float32)
     given, w, bias, residual = make((M, 2 * K)), make((K, F)) / 30, make(F), make((M, F))
     integers = rng.integers(-127, 128, (K, F), dtype=np.int8)
@@ -94,10 +94,10 @@ def _product_cases(rng: Any) -> list[tuple]:
     cap, at = np.float32(3), dict(before=np.int64(4), first=np.int64(2), second=np.int64(0))
     gate, head = at | dict(clear=True, cap=cap), dict(columns=np.int64(F), summed=True, cap=cap)
     panels, packed = (part.reshape(K, F // P, P).transpose(1, 0, 2) for part in (w, integers))
-    for kind, group in (("f32", 0), ("s8", 2), ("w8a8", 4)):
+    for kind in ("f32", "s8", "w8a8"):
         weights, matrix = (panels.copy(), none), w
-        if group:
-            groups = packed.reshape(F // P, K // group, group, P).swapaxes(2, 3)
+        if kind != "f32":
+            groups = packed.reshape(F // P, K // 4, 4, P).swapaxes(2, 3)
             weights, matrix = (groups.copy(), scales), integers * scales.astype(np.float64)
         inputs = [_round_to_int8(part) if kind == "w8a8" else part for part in (gated, linear)]
         hidden, logits = (part.astype(np.float64) @ matrix for part in inputs)
