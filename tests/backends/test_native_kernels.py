@@ -29,12 +29,14 @@ MOST = {
 }  # to which the greatest of the inputs that are rounded together becomes
 ROWS = [*range(1, 65), 96, 97, 200]
 SHAPES = [
+    (576, 33),  # whole tiles of inputs
     (1, 1),
     (7, 33),
     (17, 16),
     (33, 257),
     (257, 7),
     (600, 100),
+    (1024, 50),
     (1025, 20),
 ]  # lines and columns
 CHUNK = 512  # inputs that are rounded together, for weights in int8
@@ -128,7 +130,7 @@ def test_log_sums_of_rows_that_are_no_distribution():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@tiers.parametrize("K, F", SHAPES, first=3)
+@tiers.parametrize("K, F", SHAPES, first=4)
 def test_products(K, F, kind):
     """Products beside float64; a row's bits are those it has alone."""
     stored, values, scales = weight(kind, K, F)
@@ -268,9 +270,7 @@ def test_what_is_not_cleared_changes_nothing_that_counts(kind):
         out = packed_weights.attend_to_encoded(
             out, *caches, jnp.array([9, 4], jnp.int32), valid, clear=clear
         )
-        wide = stored.replace(
-            values=stored.values[:, : {"float32": 16, "int8": 8, "w8a8": 4}[kind]], lines=16
-        )
+        wide = stored.replace(values=stored.values[:, : 16 if kind == "float32" else 4], lines=16)
         return wide.product(out, jnp.float32, valid), *written
 
     for got, expected in zip(block(False), block(True)):

@@ -20,6 +20,7 @@
 #include <limits>
 #include <memory>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -222,11 +223,23 @@ constexpr int kWide = kParts == 1 ? 4 : 1;
 
 // Tiles of AMX: 16 rows of 64 bytes. Rows of inputs are whole tiles then, one after the other.
 constexpr int kTileRows = 16, kTileBytes = 64, kTile = kTileRows * kTileBytes, kTilePanels = 2;
-template <typename W>
-constexpr int kTiledFrom = 17;  // rows: fewer are multiplied as soon without
-template <>
-constexpr int kTiledFrom<int8_t> = 2;
+constexpr int kTilesAhead = 4, kTiledFrom = 7;  // rows: fewer wait for the memory anyway
 #ifdef SPECDEC_TILES
+// The tiles of a thread while this lives: six of at most so many rows for sums and inputs, two for weights.
+struct Tiles {
+  explicit Tiles(int64_t rows) {
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, none[14] = {};
+      uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } shape;
+    for (int i = 0; i < 6 && rows < kTileRows; i++) shape.rows[i] = rows;
+    asm volatile("" ::"r"(&shape) : "memory");  // compilers do not know all that the next instruction reads
+    _tile_loadconfig(&shape);
+  }
+  ~Tiles() { _tile_release(); }
+};
+
 // Whether Linux lets this process use tiles, for which it must be asked: it keeps their 8 KiB for each thread.
 static bool may_use_tiles() {
   constexpr int kAskFor = 0x1023, kTileData = 18;
@@ -234,6 +247,9 @@ static bool may_use_tiles() {
   return granted;
 }
 #else
+struct Tiles {
+  explicit Tiles(int64_t) {}
+};
 static bool may_use_tiles() { return false; }
 #endif
 
@@ -452,17 +468,10 @@ template <typename W>
 static __attribute__((noinline)) void multiply_tiles(const int8_t* x, int64_t apart, int rows, const Rounding* roundings,
                                                      int64_t parts, const Panels<W>& w, float* sums) {
   constexpr bool kHalves = std::is_same_v<W, int8_t>;
-  // Static, since compilers may leave out stores that only this instruction reads.
-  alignas(64) static const struct {
-    uint8_t palette = 1, start = 0, none[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-  } shape;
   alignas(64) int32_t found[4][kTileRows * kPanel];
   constexpr int kRows = kHalves ? kTileRows : 2 * kTileRows;
   const int tiles = (w.end - w.begin) / kTileRows;
   const int8_t* panel = (const int8_t*)w.w + (int64_t)w.begin * kTileBytes;
-  _tile_loadconfig(&shape);
   for (int row = 0; row < rows; row += kRows, x += 2 * apart) {
     const bool two = kHalves || rows - row > kTileRows;
     _tile_zero(0);
@@ -470,6 +479,14 @@ static __attribute__((noinline)) void multiply_tiles(const int8_t* x, int64_t ap
     _tile_zero(2);
     _tile_zero(3);
     for (int k = 0; k < tiles; k++) {
+      if (!row) {
+        const bool inside = w.begin + (k + kTilesAhead) * kTileRows < w.lines;
+        const int8_t* next = panel + (k + kTilesAhead) * kTile + (inside ? 0 : w.apart);
+        for (int i = 0; i < kTile; i += kTileBytes) {
+          __builtin_prefetch(next + i, 0, 3);
+          __builtin_prefetch(next + w.apart + i, 0, 3);
+        }
+      }
       _tile_loadd(4, x + k * kTile, kTileBytes);
       _tile_loadd(6, panel + k * kTile, kTileBytes);
       _tile_loadd(7, panel + w.apart + k * kTile, kTileBytes);
@@ -496,7 +513,6 @@ static __attribute__((noinline)) void multiply_tiles(const int8_t* x, int64_t ap
         add_scaled(sums + ((row + i) * kTilePanels + p) * kPanel, own, roundings + (row + i) * parts);
       }
   }
-  _tile_release();
 }
 #endif
 
@@ -643,9 +659,13 @@ static void product(ffi::ThreadPool& pool, const Product<W>& of) {
   const int side = of.tiled ? kTilePanels : of.M <= kFour ? 4 : of.M <= kTwo ? 2 : kWide;
   const auto part = [=](int64_t first, int64_t last) {
     first *= side, last = last * side < panels ? last * side : panels;
+    if (of.tiled) {
+      const Tiles tiles(of.M);
+      return panels_of<2, kFour + 1, kTwo>(of, first, last);
+    }
     if constexpr (kFour > 0)
-      if (of.M <= kFour && !of.tiled) return panels_of<4, 1, kFour>(of, first, last);
-    if (of.M <= kTwo || of.tiled) return panels_of<2, kFour + 1, kTwo>(of, first, last);
+      if (of.M <= kFour) return panels_of<4, 1, kFour>(of, first, last);
+    if (of.M <= kTwo) return panels_of<2, kFour + 1, kTwo>(of, first, last);
     panels_of<kWide, kLeast, kMost>(of, first, last);
   };
   const int64_t groups = (panels + side - 1) / side;
@@ -869,8 +889,8 @@ static ffi::Error multiply(ffi::ThreadPool pool, const Floats& x, const ffi::Buf
   if (!M || !F) return ffi::Error::Success();
   const float* given = x.typed_data();
   Product<W> of{(const Input*)given, nullptr, rows, M, lines, parts, (const W*)w.typed_data(), or_none(scales), to.bias, to.residual, to.y,
-                F, nullptr, to.summed, to.cap, 
-                kInputs > 1 && M >= kTiledFrom<W> && K % kTileBytes == 0 && may_use_tiles()};
+                F, nullptr, to.summed, to.cap,
+                kInputs > 1 && M >= kTiledFrom && K % kTileBytes == 0 && may_use_tiles()};
   if (kInputs > 1 || M < all || before.kind != kNothing) {
     Input* into = room(own_x, (M + kTileRows - 1) / kTileRows * kTileRows * lines);
     Rounding* roundings = room(own_roundings, M * parts);

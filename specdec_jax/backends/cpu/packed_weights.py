@@ -107,9 +107,7 @@ class Before(NamedTuple):
         return {name: np.int64(number) for name, number in numbers.items()}
 
 
-Panels = (
-    Float[Array | np.ndarray, "panels D 16"] | Int8[Array | np.ndarray, "panels groups 16 4"]
-)
+Panels = Float[Array | np.ndarray, "panels D 16"] | Int8[Array | np.ndarray, "panels groups 16 4"]
 
 
 @flax.struct.dataclass
