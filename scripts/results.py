@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
 def measure(settings: Settings, names: Sequence[str], again: bool) -> None:
     """Measures stages, and writes the record after each."""
     described = machine.describe_machine()
-    name = re.sub(r"[^a-z0-9]+", "-", described["processor"].lower()).strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", name_processor(described).lower()).strip("-")
     path = RECORDS / f"{name}.json"
     stages = read_record(path)["stages"]
     todo = [one for one in names if again or not is_measured(stages.get(one, {}), settings.quick)]
@@ -227,8 +227,13 @@ def _join_equal(
 
 def name_machine(record: Mapping[str, Any]) -> str:
     """Returns the head of a machine's column: its accelerator, or its processor."""
-    processor = f"{record['machine']['processor']}, {record['machine']['cores']} cores"
-    return name_accelerator(record) or processor
+    cores = record["machine"]["cores"]
+    return name_accelerator(record) or f"{name_processor(record['machine'])}, {cores} cores"
+
+
+def name_processor(described: Mapping[str, Any]) -> str:
+    """Returns a processor's name without what says nothing."""
+    return re.sub(r"\((R|TM)\)| Processor\b| CPU\b.*", "", described["processor"])
 
 
 def name_accelerator(record: Mapping[str, Any]) -> str:

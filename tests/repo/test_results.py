@@ -74,6 +74,12 @@ def test_a_table_of_all_texts_has_a_column_for_each(results):
     assert results.make_table("drafters * T=0", [record] * 2).splitlines() == [*table, "", *table]
 
 
+def test_a_processor_is_named_briefly(results):
+    names = "Intel(R) Xeon(R) Processor", "Intel(R) Core(TM) i7-9750H CPU @ 2.60GHz", "AMD EPYC"
+    brief = [results.name_processor({"processor": name}) for name in names]
+    assert brief == ["Intel Xeon", "Intel Core i7-9750H", "AMD EPYC"]
+
+
 def test_machines_that_computed_the_same_share_a_column(results):
     def measure(processor, **rows):
         rows = {case: {"failed": text} for case, text in rows.items()}

@@ -27,6 +27,7 @@ from tools.results.stage import Rows, Settings
 from tools.results.texts import read_sentences, require_pairs
 
 SHAPE = "128,4,32,0,2,512"  # that of the bundled drafter
+_STEPS = 400
 
 
 def measure_only(settings: Settings) -> Rows:
@@ -61,22 +62,29 @@ def measure_only(settings: Settings) -> Rows:
     cases["`recycling`, γ = 2"] = drafts(2, drafter=recycling)
     cases["`lookahead`"] = Case("none", LookaheadDecoding)
     cases["look-ahead with 12 positions"] = Case("none", lambda: LookaheadDecoding(3, 3, 3))
-    steps = settings.choose(400, 100)
-    with tempfile.TemporaryDirectory() as folder:
-        drafter = ModelDrafter(distil(prompts, steps, pathlib.Path(folder)))
-        parallel = ParallelDrafter(distil(prompts, steps, pathlib.Path(folder), masks=4))
-        medusa = train_heads(prompts, outputs, steps, pathlib.Path(folder))
-    for gamma in (2, 4):
-        name = f"four heads (Medusa), {steps:,} steps of training here, γ = {gamma}"
-        cases[name] = drafts(gamma, drafter=lambda: medusa)
-    for gamma in (2, 4):
-        name = f"`--drafter_shape={SHAPE}`, {steps:,} steps of training here, γ = {gamma}"
-        cases[name] = drafts(gamma, drafter=lambda: drafter)
-        name = f"the same with four masks, all tokens in one call (PARD), γ = {gamma}"
-        cases[name] = drafts(gamma, drafter=lambda: parallel)
+    if not settings.quick:
+        cases |= train_drafters(prompts, outputs)
     texts = read_sentences(settings, ("ende", "wiki_pe"), settings.choose(16, 3))
     passes = settings.choose(3, 2)
     return {name: time_cases(cases, text, passes) for name, text in texts.items()}
+
+
+def train_drafters(prompts: Sequence[str], outputs: Sequence[Sequence[int]]) -> dict[str, Case]:
+    """Returns cases of drafters that learn the target's outputs here, for some minutes each."""
+    with tempfile.TemporaryDirectory() as folder:
+        drafter = ModelDrafter(distil(prompts, _STEPS, pathlib.Path(folder)))
+        parallel = ParallelDrafter(distil(prompts, _STEPS, pathlib.Path(folder), masks=4))
+        medusa = train_heads(prompts, outputs, _STEPS, pathlib.Path(folder))
+    cases = {}
+    for gamma in (2, 4):
+        name = f"four heads (Medusa), {_STEPS:,} steps of training here, γ = {gamma}"
+        cases[name] = drafts(gamma, drafter=lambda: medusa)
+    for gamma in (2, 4):
+        name = f"`--drafter_shape={SHAPE}`, {_STEPS:,} steps of training here, γ = {gamma}"
+        cases[name] = drafts(gamma, drafter=lambda: drafter)
+        name = f"the same with four masks, all tokens in one call (PARD), γ = {gamma}"
+        cases[name] = drafts(gamma, drafter=lambda: parallel)
+    return cases
 
 
 def decode(prompts: Sequence[str]) -> list[list[int]]:

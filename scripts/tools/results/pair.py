@@ -223,11 +223,11 @@ def time_at(
 ) -> Rows:
     """Returns the rows of texts, by default the pair's two, at one temperature."""
     texts = read_sentences(settings, names, count or settings.choose(20, 4))
-    passes, rows = settings.choose(3, 2), {}
-    for name, text in texts.items():
-        forget_programs()
-        rows[f"{name} T={temperature}"] = time_cases(cases, text, passes)
-    return rows
+    passes = settings.choose(3, 2)
+    forget_programs()  # of the other temperature
+    return {
+        f"{name} T={temperature}": time_cases(cases, text, passes) for name, text in texts.items()
+    }
 
 
 def measure_cascades(settings: Settings) -> Rows:

@@ -222,8 +222,8 @@ constexpr int rows_for(int panels) {
 constexpr int kWide = kParts == 1 ? 4 : 1;
 
 // Tiles of AMX: 16 rows of 64 bytes. Rows of inputs are whole tiles then, one after the other.
-constexpr int kTileRows = 16, kTileBytes = 64, kTile = kTileRows * kTileBytes, kTilePanels = 2;
-constexpr int kTilesAhead = 4, kTiledFrom = 7;  // rows: fewer wait for the memory anyway
+constexpr int kTileRows = 16, kTileBytes = 64, kTile = kTileRows * kTileBytes, kTilePanels = 2, kSums = kTileRows * kPanel;
+constexpr int kTilesAhead = 4, kTiledFrom = 5;  // rows: fewer wait for the memory anyway
 #ifdef SPECDEC_TILES
 // The tiles of a thread while this lives: six of at most so many rows for sums and inputs, two for weights.
 struct Tiles {
@@ -247,9 +247,6 @@ static bool may_use_tiles() {
   return granted;
 }
 #else
-struct Tiles {
-  explicit Tiles(int64_t) {}
-};
 static bool may_use_tiles() { return false; }
 #endif
 
@@ -460,62 +457,6 @@ static __attribute__((noinline)) void block(const Inputs<W>& x, const Panels<W>&
         Of::end(sums + (i * P + p) * kPanel + q * kLanes, s[i][p][q], x.roundings + i * x.apart);
 }
 
-#ifdef SPECDEC_TILES
-// sums [rows, 2 panels] += x · w, with x in tiles, those of other rows `apart` bytes apart. Two tiles of x at a time: of
-// inputs of 8 bits those of 32 rows, of 16 bits the upper and the lower halves of 16 rows. The sums of products are exact, and
-// so the bits are those of `block`.
-template <typename W>
-static __attribute__((noinline)) void multiply_tiles(const int8_t* x, int64_t apart, int rows, const Rounding* roundings,
-                                                     int64_t parts, const Panels<W>& w, float* sums) {
-  constexpr bool kHalves = std::is_same_v<W, int8_t>;
-  alignas(64) int32_t found[4][kTileRows * kPanel];
-  constexpr int kRows = kHalves ? kTileRows : 2 * kTileRows;
-  const int tiles = (w.end - w.begin) / kTileRows;
-  const int8_t* panel = (const int8_t*)w.w + (int64_t)w.begin * kTileBytes;
-  for (int row = 0; row < rows; row += kRows, x += 2 * apart) {
-    const bool two = kHalves || rows - row > kTileRows;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int k = 0; k < tiles; k++) {
-      if (!row) {
-        const bool inside = w.begin + (k + kTilesAhead) * kTileRows < w.lines;
-        const int8_t* next = panel + (k + kTilesAhead) * kTile + (inside ? 0 : w.apart);
-        for (int i = 0; i < kTile; i += kTileBytes) {
-          __builtin_prefetch(next + i, 0, 3);
-          __builtin_prefetch(next + w.apart + i, 0, 3);
-        }
-      }
-      _tile_loadd(4, x + k * kTile, kTileBytes);
-      _tile_loadd(6, panel + k * kTile, kTileBytes);
-      _tile_loadd(7, panel + w.apart + k * kTile, kTileBytes);
-      _tile_dpbssd(0, 4, 6);
-      _tile_dpbssd(1, 4, 7);
-      if (!two) continue;
-      _tile_loadd(5, x + apart + k * kTile, kTileBytes);
-      if constexpr (kHalves) {  // the lower half has no sign
-        _tile_dpbusd(2, 5, 6);
-        _tile_dpbusd(3, 5, 7);
-      } else {
-        _tile_dpbssd(2, 5, 6);
-        _tile_dpbssd(3, 5, 7);
-      }
-    }
-    _tile_stored(0, found[0], kTileBytes);
-    _tile_stored(1, found[1], kTileBytes);
-    _tile_stored(2, found[2], kTileBytes);
-    _tile_stored(3, found[3], kTileBytes);
-    const auto sum = [&](int i, int p) { return *reinterpret_cast<const Ints*>(found[i] + p * kPanel); };
-    for (int i = 0; i < kRows && row + i < rows; i++)
-      for (int p = 0; p < kTilePanels; p++) {
-        const Ints own = kHalves ? sum(p, i) * 256 + sum(2 + p, i) : sum(i / kTileRows * 2 + p, i % kTileRows);
-        add_scaled(sums + ((row + i) * kTilePanels + p) * kPanel, own, roundings + (row + i) * parts);
-      }
-  }
-}
-#endif
-
 // The block of m rows, kLeast <= m < kLeast + the length of the sequence.
 template <int P, int kLeast, typename W, int... M>
 static void block_of(int m, const Inputs<W>& x, const Panels<W>& w, float* sums, std::integer_sequence<int, M...>) {
@@ -600,30 +541,34 @@ static Peak whole(const Peak* own, int64_t panels, bool summed) {
   return found;
 }
 
+// Sums of so many rows from `first` on, `side` panels each, to the columns of `count` panels from this one on, or their peaks.
+template <typename W>
+static void end_panels(const Product<W>& of, const float* sums, int side, int64_t panel, int64_t count, int64_t first, int rows) {
+  const int64_t begin = panel * kPanel, left = of.F - begin, own = count * kPanel < left ? count * kPanel : left;
+  if (!of.peaks) return finish(of, sums, side * kPanel, rows, of.rows + first, begin, own);
+  const int64_t panels = (of.F + kPanel - 1) / kPanel;
+  for (int i = 0; i < rows; i++)
+    for (int64_t j = 0; j < own; j += kPanel)
+      of.peaks[(first + i) * panels + panel + j / kPanel] =
+          peak_of(sums + i * side * kPanel + j, of.scales ? of.scales + begin + j : nullptr,
+                  of.bias ? of.bias + begin + j : nullptr, of.cap, own - j < kPanel ? own - j : kPanel, begin + j, of.summed);
+}
+
 // P panels from this one on for all rows, in blocks of kLeast to kMost; where fewer are left one takes the place of all P.
 template <int P, int kLeast, int kMost, typename W>
 static void columns(const Product<W>& of, int64_t panel, bool whole) {
-  const int64_t begin = panel * kPanel, left = of.F - begin, own = (whole ? P : 1) * kPanel;
   const int64_t apart = of.lines * kLine<W>;
   Panels<W> w{of.w + panel * apart, whole ? apart : 0, (int)of.lines, 0, 0, 0, 0, 0};
   float sums[kGroup * P * kPanel];
   int64_t first = 0;
   for (int64_t groups = (of.M + kGroup - 1) / kGroup; groups > 0; groups--) {
-    const int rows = !of.tiled ? (of.M - first + groups - 1) / groups : of.M - first < kGroup ? of.M - first : kGroup;
+    const int rows = (of.M - first + groups - 1) / groups;
     const int part = rows <= kMost && !of.roundings ? of.lines : Kind<W>::kPart;
     w.turns = (rows + kMost - 1) / kMost;
     w.ahead = w.turns == 1 ? kAhead / P : Kind<W>::kPart;
     std::memset(sums, 0, sizeof(float) * rows * P * kPanel);
     for (w.begin = 0; w.begin < of.lines; w.begin = w.end) {
       w.end = w.begin + part < of.lines ? w.begin + part : of.lines;
-#ifdef SPECDEC_TILES
-      if constexpr (Kind<W>::kInputs > 1 && P == kTilePanels)
-        if (of.tiled) {
-          const int8_t* x = (const int8_t*)(of.x + first * of.lines) + (int64_t)w.begin * kTileBytes;
-          multiply_tiles(x, of.lines * kTileBytes, rows, of.roundings + first * of.parts + w.begin / part, of.parts, w, sums);
-          continue;
-        }
-#endif
       int row = 0;
       for (w.turn = 0; w.turn < w.turns; w.turn++) {
         const int m = (rows - row + w.turns - w.turn - 1) / (w.turns - w.turn);
@@ -633,13 +578,7 @@ static void columns(const Product<W>& of, int64_t panel, bool whole) {
         row += m;
       }
     }
-    const float *scales = of.scales ? of.scales + begin : nullptr, *bias = of.bias ? of.bias + begin : nullptr;
-    if (!of.peaks) finish(of, sums, P * kPanel, rows, of.rows + first, begin, left < own ? left : own);
-    for (int i = 0; of.peaks && i < rows; i++)
-      for (int64_t p = 0, from = begin; p < P && from < of.F && from - begin < own; p++, from += kPanel)
-        of.peaks[(first + i) * ((of.F + kPanel - 1) / kPanel) + from / kPanel] =
-            peak_of(sums + (i * P + p) * kPanel, scales ? scales + p * kPanel : nullptr, bias ? bias + p * kPanel : nullptr, of.cap,
-                    of.F - from < kPanel ? of.F - from : kPanel, from, of.summed);
+    end_panels(of, sums, P, panel, whole ? P : 1, first, rows);
     first += rows;
   }
 }
@@ -650,6 +589,84 @@ static void panels_of(const Product<W>& of, int64_t first, int64_t last) {
   for (; first < last; first++) columns<P, kLeast, kMost>(of, first, false);
 }
 
+#ifdef SPECDEC_TILES
+// Of two tiles of inputs and two of weights, `count` of each, the four products; those of the inputs and of the weights lie so far
+// apart. Of inputs of 16 bits the second tile is the lower half, which has no sign. `left`: tiles to the end of the panels, if
+// those that are read next are to be asked for.
+template <typename W>
+static inline void multiply_tiles(const int8_t* x, int64_t apart, const int8_t* w, int64_t next, int count, int left, bool two,
+                                  int32_t* to) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int k = 0; k < count; k++, x += kTile, w += kTile) {
+    const int8_t* ahead = w + kTilesAhead * kTile + (k + kTilesAhead < left ? 0 : next);
+    for (int i = left < 0 ? kTile : 0; i < kTile; i += kTileBytes) {
+      __builtin_prefetch(ahead + i, 0, 3);
+      __builtin_prefetch(ahead + next + i, 0, 3);
+    }
+    _tile_loadd(4, x, kTileBytes);
+    _tile_loadd(6, w, kTileBytes);
+    _tile_loadd(7, w + next, kTileBytes);
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 4, 7);
+    if (!two) continue;
+    _tile_loadd(5, x + apart, kTileBytes);
+    if constexpr (std::is_same_v<W, int8_t>) {
+      _tile_dpbusd(2, 5, 6);
+      _tile_dpbusd(3, 5, 7);
+    } else {
+      _tile_dpbssd(2, 5, 6);
+      _tile_dpbssd(3, 5, 7);
+    }
+  }
+  _tile_stored(0, to, kTileBytes);
+  _tile_stored(1, to + kSums, kTileBytes);
+  if (!two) return;
+  _tile_stored(2, to + 2 * kSums, kTileBytes);
+  _tile_stored(3, to + 3 * kSums, kTileBytes);
+}
+
+// Panels first .. last - 1, two at a time, with x in tiles: blocks of 32 rows of 8 bits, or of 16 rows of 16 bits. The sums of
+// products are exact, and so the bits are those of `columns`. What a block has found is read after the next one's products, which
+// would wait for it otherwise.
+template <typename W>
+static __attribute__((noinline)) void tiled(const Product<W>& of, int64_t first, int64_t last) {
+  constexpr bool kHalves = std::is_same_v<W, int8_t>;
+  constexpr int kRows = kHalves ? kTileRows : 2 * kTileRows, kMost = Kind<W>::kPart / kTileRows;
+  const Tiles tiles(of.M);
+  const int64_t apart = of.lines * kTileBytes;  // bytes of a panel, and of 16 rows of 8 bits
+  alignas(64) int32_t found[2][4 * kSums];
+  alignas(64) float sums[kRows * kTilePanels * kPanel];
+  int64_t panel = first, row = 0, part = 0;
+  const auto end = [&](const int32_t* from) {
+    const int rows = of.M - row < kRows ? of.M - row : kRows;
+    const auto sum = [&](int tile, int i) { return *reinterpret_cast<const Ints*>(from + tile * kSums + i * kPanel); };
+    if (!part) std::memset(sums, 0, sizeof(float) * rows * kTilePanels * kPanel);
+    for (int i = 0; i < rows; i++)
+      for (int p = 0; p < kTilePanels; p++)
+        add_scaled(sums + (i * kTilePanels + p) * kPanel,
+                   kHalves ? sum(p, i) * 256 + sum(2 + p, i) : sum(i / kTileRows * 2 + p, i % kTileRows),
+                   of.roundings + (row + i) * of.parts + part);
+    if (part == of.parts - 1) end_panels(of, sums, kTilePanels, panel, kTilePanels, row, rows);
+  };
+  bool turn = false, some = false;
+  for (int64_t p = first; p < last; p += kTilePanels)
+    for (int64_t r = 0; r < of.M; r += kRows)
+      for (int64_t k = 0; k < of.parts; k++, turn = !turn, some = true) {
+        const int8_t* w = (const int8_t*)of.w + p * apart + k * kMost * kTile;
+        const int8_t* x = (const int8_t*)of.x + r / kTileRows * (1 + kHalves) * apart + k * kMost * kTile;
+        const int64_t left = of.lines / kTileRows - k * kMost, next = p + 1 < last ? apart : 0;
+        const bool two = kHalves || of.M - r > kTileRows;
+        multiply_tiles<W>(x, apart, w, next, left < kMost ? left : kMost, r ? -1 : left, two, found[turn]);
+        if (some) end(found[!turn]);
+        panel = p, row = r, part = k;
+      }
+  end(found[!turn]);
+}
+#endif
+
 template <typename W>
 static void product(ffi::ThreadPool& pool, const Product<W>& of) {
   constexpr int kFour = rows_for(4), kTwo = rows_for(2), kMost = rows_for(kWide);
@@ -659,17 +676,18 @@ static void product(ffi::ThreadPool& pool, const Product<W>& of) {
   const int side = of.tiled ? kTilePanels : of.M <= kFour ? 4 : of.M <= kTwo ? 2 : kWide;
   const auto part = [=](int64_t first, int64_t last) {
     first *= side, last = last * side < panels ? last * side : panels;
-    if (of.tiled) {
-      const Tiles tiles(of.M);
-      return panels_of<2, kFour + 1, kTwo>(of, first, last);
-    }
+#ifdef SPECDEC_TILES
+    if constexpr (Kind<W>::kInputs > 1)
+      if (of.tiled) return tiled(of, first, last);
+#endif
     if constexpr (kFour > 0)
       if (of.M <= kFour) return panels_of<4, 1, kFour>(of, first, last);
     if (of.M <= kTwo) return panels_of<2, kFour + 1, kTwo>(of, first, last);
     panels_of<kWide, kLeast, kMost>(of, first, last);
   };
   const int64_t groups = (panels + side - 1) / side;
-  const int64_t weights = panels * kPanel * of.lines * Kind<W>::kInputs, sums = weights * of.M / (of.tiled ? 16 : std::is_same_v<W, int8_t> ? 2 : 4);
+  const int64_t weights = panels * kPanel * of.lines * Kind<W>::kInputs;
+  const int64_t sums = weights * of.M / (of.tiled ? 16 : std::is_same_v<W, int8_t> ? 2 : 4);
   const int64_t cost = panels * bytes > sums ? panels * bytes : sums;  // bytes, or what the arithmetic takes meanwhile
   in_parallel(pool, groups, (128 << 10) / (side * bytes + 1) + 1, cost / (64 << 10), part);
 }
@@ -888,9 +906,9 @@ static ffi::Error multiply(ffi::ThreadPool pool, const Floats& x, const ffi::Buf
   }
   if (!M || !F) return ffi::Error::Success();
   const float* given = x.typed_data();
-  Product<W> of{(const Input*)given, nullptr, rows, M, lines, parts, (const W*)w.typed_data(), or_none(scales), to.bias, to.residual, to.y,
-                F, nullptr, to.summed, to.cap,
-                kInputs > 1 && M >= kTiledFrom && K % kTileBytes == 0 && may_use_tiles()};
+  const bool tiled = kInputs > 1 && M >= kTiledFrom && K % kTileBytes == 0 && may_use_tiles();
+  Product<W> of{(const Input*)given, nullptr, rows, M, lines, parts, (const W*)w.typed_data(), or_none(scales), to.bias,
+                to.residual, to.y, F, nullptr, to.summed, to.cap, tiled};
   if (kInputs > 1 || M < all || before.kind != kNothing) {
     Input* into = room(own_x, (M + kTileRows - 1) / kTileRows * kTileRows * lines);
     Rounding* roundings = room(own_roundings, M * parts);
