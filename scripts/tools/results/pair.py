@@ -223,11 +223,13 @@ def time_at(
 ) -> Rows:
     """Returns the rows of texts, by default the pair's two, at one temperature."""
     texts = read_sentences(settings, names, count or settings.choose(20, 4))
-    passes = settings.choose(3, 2)
-    forget_programs()  # of the other temperature
-    return {
-        f"{name} T={temperature}": time_cases(cases, text, passes) for name, text in texts.items()
-    }
+    passes, rows = settings.choose(3, 2), {}
+    forget_programs()
+    for name, text in texts.items():
+        rows[f"{name} T={temperature}"] = time_cases(cases, text, passes)
+        if not settings.quick:  # quickly, texts have one length, and so the same programs
+            forget_programs()
+    return rows
 
 
 def measure_cascades(settings: Settings) -> Rows:
