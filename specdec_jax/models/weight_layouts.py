@@ -187,19 +187,19 @@ def add_head(
       use_packed: as for `pack`.
       ids: the ids for which the head has columns; None: all.
     """
-    weight: Plain
-    transposes_int8 = False
+    weight: Weight
     if tied and "logits_dense" not in packed["decoder"]:
         embedding = packed["token_embedder"]["embedding"]
-        weight = (embedding if ids is None else embedding[ids]).T
+        rows = embedding if ids is None else embedding[ids]
+        weight = PackedWeight.pack_rows(rows, derived=True) if use_packed else rows.T
     else:
         whole = packed["decoder"]["logits_dense"]["kernel"]
         transposes_int8, weight = getattr(whole, "transposed", False), _plain(whole)
         weight = weight if ids is None else jax.tree.map(lambda array: array[..., ids], weight)
-    if use_packed:
-        weight = PackedWeight.pack(weight, derived=True)
-    elif isinstance(weight, Int8Weight):
-        weight = lay_weight(weight.replace(derived=True), False, transposes_int8)
+        if use_packed:
+            weight = PackedWeight.pack(weight, derived=True)
+        elif isinstance(weight, Int8Weight):
+            weight = lay_weight(weight.replace(derived=True), False, transposes_int8)
     decoder = {**packed["decoder"], "logits_dense": {"kernel": weight}}
     if ids is not None and "logits_bias" in decoder:
         decoder["logits_bias"] = decoder["logits_bias"][ids]
