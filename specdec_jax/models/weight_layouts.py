@@ -69,8 +69,10 @@ def _pack(name: str, node: dict, use_packed: bool, fused: bool, transposes_int8:
     return node
 
 
-def lay_weight(weight: Plain, use_packed: bool, transposes_int8: bool = False) -> Weight:
-    """Returns a weight matrix `[D, F]`, an array or an `Int8Weight`, as the loop takes it."""
+def lay_weight(weight: Weight, use_packed: bool, transposes_int8: bool = False) -> Weight:
+    """Returns a weight matrix `[D, F]` as the loop takes it, or one that is packed already."""
+    if isinstance(weight, PackedWeight):
+        return weight
     if use_packed:
         return PackedWeight.pack(weight)
     if isinstance(weight, Int8Weight):

@@ -90,12 +90,13 @@ def test_peak_memory_is_at_most_a_fifth_above_the_weights(form, dtype, tmp_path)
 
 @pytest.mark.slow
 @needs_peaks
-def test_a_tied_head_is_made_of_the_embedding_without_another_copy(tmp_path):
-    """As BART's, the embedding is a large part, and the weights of the loop have it twice."""
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_large_head_is_packed_without_another_copy(tied, tmp_path):
+    """As BART's or mT5's; if it is tied, the loop's weights have the embedding once more."""
     for name, layers in (("large", 4), ("small", 1)):
         ours, theirs = shape(layers)
-        ours = dataclasses.replace(ours, vocab_size=32000, logits_via_embedding=True)
-        theirs |= dict(vocab_size=32000, tie_word_embeddings=True)
+        ours = dataclasses.replace(ours, vocab_size=32000, logits_via_embedding=tied)
+        theirs |= dict(vocab_size=32000, tie_word_embeddings=tied)
         make.write_hf(tmp_path / name, make.to_tensors(make.random_params(ours)), **theirs)
     assert 0.9 < peaks.find_least(lambda: measure_ratio(tmp_path, "float32")) <= peaks.MOST
 
