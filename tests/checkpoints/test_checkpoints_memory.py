@@ -12,8 +12,7 @@ import pytest
 
 from specdec_jax.models.t5 import T5Config
 
-# As in the T5 1.1 sizes from large on, embedding and head are a small part: the head exists three
-# times for a moment while it is brought into the loop's layout.
+# As in the T5 1.1 sizes from large on, embedding and head are a small part.
 LAYERS = {"float32": 4, "bfloat16": 8}  # 130 and 120 MB of weights
 
 
