@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.backends.cpu import packed_weights
+from specdec_jax.backends.cpu.packed_weights import PackedWeight
 from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.backends.sharding import ShardingRules, read_parts
 from specdec_jax.checkpoints import int8
@@ -77,11 +78,14 @@ def read_params(
       dtype: dtype of the arrays.
       rules: how parameters are divided on a mesh, None without one.
       int8_weights: from `choose_int8_weights`. Weights in int8 are `Int8Weight`s; an embedding that
-        is also the head is then there once more as a weight.
+        is also the head is then there once more as a weight. In floating point a head of its own is
+        a `PackedWeight` where weights are packed.
       input_bits: of the `Int8Weight`s.
       report: called with the size of each parameter once it is on its devices.
     """
     params: dict = {name: None for name in parameter_shapes(checkpoint.config)}
+    alone = rules is None and checkpoint.config.uses_backend
+    packs = alone and not int8_weights and packed_weights.can_pack(dtype)
     # The largest first: what a read needs beside its result comes when little else is in memory.
     tensors = sorted(checkpoint.parameters.items(), key=lambda item: -item[1].size)
     # A process of several reads only what its own devices hold.
@@ -91,6 +95,8 @@ def read_params(
             params[name] = _read_int8(name, tensor, input_bits)
         else:
             params[name] = _read_floats(name, tensor, jnp.dtype(dtype), rules)
+        if packs and name == _HEAD:  # large: later it would be there twice beside all others
+            params[name] = jax.block_until_ready(PackedWeight.pack(params[name]))
         if int8_weights and name == _EMBEDDING and checkpoint.config.logits_via_embedding:
             params[_HEAD] = _read_int8(_HEAD, tensor.transposed(), input_bits)
         report(tensor.size)

@@ -212,7 +212,7 @@ class ModelOptions:
             checks.check_policy(self.policy, drafter)
             paired = drafter.pair_with(target) if share else drafter
             if paired is not drafter:
-                print_line(f"{drafter.name}: has the target's encoder, which is kept and run once")
+                print_line(f"{drafter.name}: has the target's encoder, which is run once")
             drafter = paired
         return target, drafter
 

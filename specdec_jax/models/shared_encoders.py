@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
+from specdec_jax.models import weight_layouts
 from specdec_jax.models.block_options import BlockOptions
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, is_decoder_only
@@ -19,27 +20,40 @@ def share_encoder(target: LanguageModel, model: LanguageModel) -> bool:
     """Returns whether a model's encoder is equal to the target's; if so, it takes its arrays.
 
     Equal encoders are made of the same blocks, have the same weights, embeddings included, and lie
-    on the devices in the same way, so that they return the same numbers. Configurations and shapes
-    are compared first, then weights, the smallest first. What the model computes does not change,
-    but from then on the two models hold these arrays once.
+    on the same devices, so that they return the same numbers. Configurations and shapes are
+    compared first, then weights, the smallest first. What the model computes does not change, but
+    from then on the two models hold these arrays once.
+
+    If a mesh divides one of the two and holds the other whole on every device, the outputs differ
+    by rounding, and each model keeps its arrays.
     """
     ours, theirs = target.network, model.network
     if not all(isinstance(one, Network) and _has_encoder(one) for one in (ours, theirs)):
         return False
-    if ours.backend != theirs.backend or _describe(ours) != _describe(theirs):
+    if not _have_the_same_devices(ours, theirs) or _describe(ours) != _describe(theirs):
         return False
     kept, given = (_take_encoder(one.params) for one in (ours, theirs))
-    if jax.tree.structure(kept) != jax.tree.structure(given):
+    lie_alike = len({one.rules.parts if one.rules else 1 for one in (ours, theirs)}) == 1
+    first, second = (one if lie_alike else weight_layouts.unpack(one) for one in (kept, given))
+    if jax.tree.structure(first) != jax.tree.structure(second):
         return False
-    pairs = list(zip(jax.tree.leaves(kept), jax.tree.leaves(given)))
+    pairs = list(zip(jax.tree.leaves(first), jax.tree.leaves(second)))
     if any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in pairs):
         return False
     on_host = ours.rules is None and jax.default_backend() == "cpu"
     compare = _are_equal_on_host if on_host else _are_equal
     if not all(a is b or compare(a, b) for a, b in sorted(pairs, key=lambda pair: pair[0].nbytes)):
         return False
-    _replace_arrays(given, kept)
+    if lie_alike:
+        _replace_arrays(given, kept)
     return True
+
+
+def _have_the_same_devices(ours: Network, theirs: Network) -> bool:
+    """Returns whether two networks run by one kind of backend, and on one mesh if on any."""
+    if ours.rules is None or theirs.rules is None:
+        return ours.backend == theirs.backend
+    return type(ours.backend) is type(theirs.backend) and ours.rules.mesh == theirs.rules.mesh
 
 
 def _has_encoder(network: Network) -> bool:

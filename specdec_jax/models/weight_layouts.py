@@ -69,8 +69,10 @@ def _pack(name: str, node: dict, use_packed: bool, fused: bool, transposes_int8:
     return node
 
 
-def lay_weight(weight: Plain, use_packed: bool, transposes_int8: bool = False) -> Weight:
-    """Returns a weight matrix `[D, F]`, an array or an `Int8Weight`, as the loop takes it."""
+def lay_weight(weight: Weight, use_packed: bool, transposes_int8: bool = False) -> Weight:
+    """Returns a weight matrix `[D, F]` as the loop takes it, or one that is packed already."""
+    if isinstance(weight, PackedWeight):
+        return weight
     if use_packed:
         return PackedWeight.pack(weight)
     if isinstance(weight, Int8Weight):
@@ -187,19 +189,19 @@ def add_head(
       use_packed: as for `pack`.
       ids: the ids for which the head has columns; None: all.
     """
-    weight: Plain
-    transposes_int8 = False
+    weight: Weight
     if tied and "logits_dense" not in packed["decoder"]:
         embedding = packed["token_embedder"]["embedding"]
-        weight = (embedding if ids is None else embedding[ids]).T
+        rows = embedding if ids is None else embedding[ids]
+        weight = PackedWeight.pack_rows(rows, derived=True) if use_packed else rows.T
     else:
         whole = packed["decoder"]["logits_dense"]["kernel"]
         transposes_int8, weight = getattr(whole, "transposed", False), _plain(whole)
         weight = weight if ids is None else jax.tree.map(lambda array: array[..., ids], weight)
-    if use_packed:
-        weight = PackedWeight.pack(weight, derived=True)
-    elif isinstance(weight, Int8Weight):
-        weight = lay_weight(weight.replace(derived=True), False, transposes_int8)
+        if use_packed:
+            weight = PackedWeight.pack(weight, derived=True)
+        elif isinstance(weight, Int8Weight):
+            weight = lay_weight(weight.replace(derived=True), False, transposes_int8)
     decoder = {**packed["decoder"], "logits_dense": {"kernel": weight}}
     if ids is not None and "logits_bias" in decoder:
         decoder["logits_bias"] = decoder["logits_bias"][ids]

@@ -114,6 +114,15 @@ def test_the_rest_of_the_table(folder):
 
 
 @pytest.mark.slow
+def test_encoders_that_lie_in_different_ways_are_shared(folder):
+    """Each model keeps its arrays where the mesh divides the target's."""
+    found = result(start(folder, "encoders"))
+    assert found["of 2x1"] == [True, True, False] and found["of 2x2"] == [True, False, False]
+    assert found["2x1"] == found["2x2"] == found["none"]
+    assert 0 < found["none"]["accepted"] < found["none"]["drafted"]
+
+
+@pytest.mark.slow
 def test_a_table_for_every_layer_is_divided(others):
     alone, divided = others["tables"]["tokens"]
     assert alone == divided and others["tables"]["part"] == [2, 32]

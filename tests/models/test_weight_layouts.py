@@ -54,6 +54,14 @@ def test_products_are_those_of_the_weight(outputs):
         np.testing.assert_allclose(apply_weight(x, stored, np.float32), x @ weight, atol=1e-4)
 
 
+@pytest.mark.parametrize("outputs", [1, 16, 65])
+def test_a_weight_given_by_its_columns_is_packed_as_by_its_rows(outputs):
+    weight = RNG.normal(size=(64, outputs)).astype("f")
+    by_rows, by_columns = PackedWeight.pack(weight), PackedWeight.pack_rows(weight.T)
+    np.testing.assert_array_equal(by_columns.values, by_rows.values)
+    assert jax.tree.structure(by_columns) == jax.tree.structure(by_rows)
+
+
 def test_weights_in_8_bits_are_stored_as_they_are():
     weight = Int8Weight.quantize(RNG.normal(size=(64, 65)).astype("f"))
     packed = weight_layouts.pack({"decoder": {"out": {"kernel": weight}}}, use_packed=True)

@@ -2,8 +2,8 @@
 
 It is a process of its own, since the number of devices is fixed when JAX starts.
 
-    python mesh_run.py FOLDER 2x2|meshes|more        # four devices: one mesh, or several
-    python mesh_run.py FOLDER process NUMBER PORT    # one of two processes with a device each
+    python mesh_run.py FOLDER 2x2|meshes|more|encoders  # four devices: one mesh, or several
+    python mesh_run.py FOLDER process NUMBER PORT       # one of two processes with a device each
 
 Prints one JSON object.
 """
@@ -18,7 +18,7 @@ import sys
 
 import jax
 import numpy as np
-from toy_models import compilations
+from toy_models import compilations, make_student, noisy_copy
 
 import specdec_jax as sd
 from specdec_jax.backends.sharding import ShardingRules
@@ -256,6 +256,30 @@ def more(folder: pathlib.Path) -> dict:
     return result
 
 
+def encoders(folder: pathlib.Path) -> dict:
+    """Returns what drafters with the target's encoder draft, and whether they share it on meshes.
+
+    Every device holds the drafter whole.
+    """
+    target = sd.load(folder / "target", "float32")
+    found = {"none": decode(target, sd.ModelDrafter(make_student(target)))}
+    for data, parts in ((2, 1), (2, 2)):
+        mesh = sd.make_mesh(data, parts)
+        target = sd.load(folder / "target", "float32", mesh=mesh)
+        student = make_student(target, rules=ShardingRules(mesh, replicate=True))
+        drafter, name = sd.ModelDrafter(student), f"{data}x{parts}"
+        found[name] = decode(target, drafter)
+        ours, theirs = (
+            {id(leaf) for leaf in jax.tree.leaves(model.network.params["encoder"])}
+            for model in (target, student)
+        )
+        found["of " + name] = [drafter.pair_with(target).reads_encoder, ours == theirs]
+        changed = make_student(noisy_copy(target, 0.1), rules=student.network.rules)
+        changed = sd.ModelDrafter(changed)
+        found["of " + name] += [changed.pair_with(target).reads_encoder]
+    return found
+
+
 def process(folder: pathlib.Path, number: str, port: str) -> dict:
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(number))
     reads = []
@@ -277,5 +301,6 @@ def process(folder: pathlib.Path, number: str, port: str) -> dict:
 if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)
     where = pathlib.Path(sys.argv[1])
-    what = {"2x2": two_by_two, "meshes": meshes, "more": more, "process": process}[sys.argv[2]]
-    print(json.dumps(what(where, *sys.argv[3:])))
+    runs = {"2x2": two_by_two, "meshes": meshes, "more": more, "encoders": encoders}
+    runs["process"] = process
+    print(json.dumps(runs[sys.argv[2]](where, *sys.argv[3:])))

@@ -85,9 +85,9 @@ def load_measured(folder: str, small: str, dtype: str) -> dict:
     getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     before, start = status_bytes("VmRSS"), time.perf_counter()
-    model = checkpoints.load(folder, dtype)
+    model = jax.block_until_ready(checkpoints.load(folder, dtype).network)
     seconds = time.perf_counter() - start
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.network.params))
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     peak = status_bytes("VmHWM") - before
     return {"peak": peak, "weights": weights, "ratio": peak / weights, "seconds": seconds}
 

@@ -44,7 +44,7 @@ def make_student(target: LanguageModel, layers: int = 1, noise: float = 0.1, **o
     """Returns a model with the target's encoder and embeddings, and `layers` noisy decoder layers.
 
     Its arrays are copies. So is distilbart made, whose encoder was frozen. Options are those of
-    `LanguageModel`, and "quantize".
+    `LanguageModel`, and "quantize"; without `rules` it lies like the target.
     """
     config = target.config.replace(num_decoder_layers=layers)
     params, rng = parameters.flatten(target.params), np.random.default_rng(0)
@@ -54,12 +54,17 @@ def make_student(target: LanguageModel, layers: int = 1, noise: float = 0.1, **o
         if name.startswith("decoder/"):
             values += np.float32(noise * np.std(values)) * rng.normal(size=values.shape)
         tree[name] = jnp.asarray(values.astype(params[name].dtype))
-    rules, quantize = target.network.rules, options.pop("quantize", None)
-    ids = dict(start_token=target.start_token, eos_ids=target.eos_ids, name="student")
+    quantize = options.pop("quantize", None)
+    ids = dict(
+        rules=target.network.rules,
+        start_token=target.start_token,
+        eos_ids=target.eos_ids,
+        name="student",
+    )
     made = parameters.unflatten(tree)
     if quantize:
         made = weight_layouts.round_params(made, tied=config.logits_via_embedding)
-    return LanguageModel(config, made, rules=rules, **{**ids, **options})
+    return LanguageModel(config, made, **{**ids, **options})
 
 
 @flax.struct.dataclass
