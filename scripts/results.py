@@ -212,8 +212,8 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _join_equal(
-    heads: Sequence[str], columns: Sequence[Mapping[str, str]]
-) -> tuple[list[str], list[Mapping[str, str]]]:
+    heads: Sequence[str], columns: Sequence[dict[str, str]]
+) -> tuple[list[str], list[dict[str, str]]]:
     """Returns columns without those that others contain, whose heads are joined.
 
     What is computed, not timed, is often the same on several machines.

@@ -140,8 +140,9 @@ class PackedWeight:
         if isinstance(weight, Int8Weight):
             assert weight.input_bits, "the CPU's own kernels round inputs"
             cut = _cut_groups_on_host if is_small_on_host(weight.values) else _cut_groups
+            lines, columns = weight.values.shape
             values = cut(weight.values)
-            return cls(values, weight.scales, *weight.values.shape, derived, weight.input_bits)
+            return cls(values, weight.scales, lines, columns, derived, weight.input_bits)
         lines, columns = weight.shape
         return cls(_cut(jnp.asarray(weight)), None, lines, columns, derived)
 
