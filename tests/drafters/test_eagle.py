@@ -109,23 +109,24 @@ def test_committed_pairs_are_what_was_read(way, own, iterations):
         assert np.sum(state.counts.drafted) > np.sum(state.counts.accepted) > 0
 
 
-@pytest.mark.slow
-@tiers.parametrize("sampled", [True, False], first=1)
-def test_drafted_tokens_follow_own_states(sampled):
+@tiers.parametrize(
+    "own, sampled, iterations", [(model, False, 3), (reader, True, 2), (reader, False, 2)], first=1
+)
+def test_drafted_tokens_follow_own_states(own, sampled, iterations):
     """The distributions are those of steps that read the model's own states, one after another."""
-    state, request = stopped("chain", reader, sampled, 2)
+    state, request = stopped("chain", own, sampled, iterations)
     wanted = np.array([3, 1, 2, 3], np.int32)
     drafter = request.drafter
     _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, wanted))(drafter, state)
     inputs, lengths, encoded, states = _score(state)
     network = drafter.network
-    own = np.asarray(state.draft_state.own)
+    read = np.asarray(state.draft_state.own)
     _, cache = read_again(network, inputs, lengths, encoded, state.tokens, states)
     step = jax.jit(lambda n, *given: n.decode(*given, own=True))
     head = jax.jit(lambda n, states: n.model.head(states))
     for place in range(GAMMA):
         here = wanted > place
-        logits = np.asarray(head(network, own))[:, 0]
+        logits = np.asarray(head(network, read))[:, 0]
         if sampled:
             expected = np.asarray(jax.nn.log_softmax(logits))
             dist = np.asarray(draft.dist.logits - draft.dist.log_normalizer[..., None])[:, place]
@@ -133,7 +134,7 @@ def test_drafted_tokens_follow_own_states(sampled):
         else:
             np.testing.assert_array_equal(draft.tokens[here, place], logits.argmax(axis=1)[here])
         positions = np.asarray(state.lengths) + place
-        own, cache = step(network, draft.tokens[:, place : place + 1], own, positions, cache)
+        read, cache = step(network, draft.tokens[:, place : place + 1], read, positions, cache)
     np.testing.assert_array_equal(draft.num_drafted, wanted)
     np.testing.assert_array_equal(draft.calls, wanted)
 

@@ -299,6 +299,13 @@ def test_children_have_the_distribution_of_their_own_drafter(kind, iterations):
             assert expected[draft.tokens[row, node]] > 0
 
 
+def test_two_equal_drafters_draw_apart():
+    target, drafter = hash_pair()
+    both = sd.MergedDrafter(*[sd.ModelDrafter(drafter)] * 2)
+    draft, _, _ = first_tree(target, both, INPUTS, PREFIXES, Tree((0, 0), children="iid"))
+    assert np.any(draft.valid[:, 1] & (draft.tokens[:, 1] != draft.tokens[:, 2]))
+
+
 def merged_distribution(verifier: str, run=advance) -> float:
     """Returns the p-value of 40,000 outputs of three tokens, under the target's distribution."""
     target, drafter = hash_pair()

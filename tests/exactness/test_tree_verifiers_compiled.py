@@ -137,18 +137,18 @@ def chain(kind):
     return target, dist, tokens, wanted, draws, draft
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@tiers.parametrize(
     "kind, name, same",
     [
         ("mixed", "mixed", "token"),
+        ("drawn", "traversal", "block"),
         ("drawn", "recursive", "token"),
         ("iid", "recursive", "token"),
-        ("drawn", "traversal", "block"),
         ("iid", "traversal", "block"),
         ("gumbel", "gumbel", "gumbel"),
         ("drawn", "typical", "typical"),
     ],
+    first=2,
 )
 def test_one_branch_is_verified_as_the_chain(kind, name, same):
     target, dist, tokens, wanted, draws, draft = chain(kind)

@@ -32,9 +32,9 @@ DRAFTED = ("beams4", "early5", "repetition", "ngram")
 
 @tiers.parametrize(
     "search, drafting",
-    [("beams4", dict(gamma=2))]
+    [("beams4", dict(gamma=2)), ("repetition", dict(gamma=2))]
     + [(name, {}) for name in SEARCHES]
-    + [(name, dict(gamma=2)) for name in DRAFTED if name != "beams4"],
+    + [(name, dict(gamma=2)) for name in DRAFTED if name not in ("beams4", "repetition")],
     first=3,
 )
 def test_search_is_that_of_transformers(golden, search, drafting):

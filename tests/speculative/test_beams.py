@@ -96,8 +96,15 @@ def test_search_of_more_toys(seed):
     check_search(seed)
 
 
-def check_search(seed):
+@pytest.mark.parametrize("early_stopping, penalty", [("never", -1.0), (True, 1.0)])
+def test_early_stopping_of_toys(early_stopping, penalty):
+    """Below a penalty of 0 the length so far, not the greatest, bounds what can follow."""
+    check_search(1, length_penalty=penalty, early_stopping=early_stopping)
+
+
+def check_search(seed, **changes):
     target, drafter, inputs, options, drafting = cases(seed, 16)
+    options |= changes
     beams = options["num_beams"]
     plain = sd.generate(target, inputs, **options)
     speculative = sd.generate(

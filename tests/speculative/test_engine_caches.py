@@ -12,7 +12,7 @@ from engine_models import KEY, SAMPLED, drafter, plain, run, target
 from toy_models import noisy_copy, tiny_t5
 
 from specdec_jax.backends.cpu import packed_weights
-from specdec_jax.decoding.generate import advance, prepare
+from specdec_jax.decoding.generate import advance, generate, prepare
 from specdec_jax.decoding.results import finish
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.language_model import LanguageModel
@@ -79,15 +79,17 @@ def test_stale_slots_by_xla_alone(monkeypatch):
         model = tiny_t5(0, V)
         draft = ModelDrafter(noisy_copy(model, 0.2))
     assert not model.network.backend.packs_weights
-    state, request = prepare(
-        model, INPUTS, drafter=draft, gamma=GAMMA, max_new_tokens=LIMIT, eos_ids=()
-    )
+    options = dict(drafter=draft, gamma=GAMMA, max_new_tokens=LIMIT, eos_ids=())
+    state, request = prepare(model, INPUTS, **options)
     spread = 0
     while not np.all(state.done):
         state = advance(model.network, request.drafter, poisoned(state), np.int32(1))
         spread = max(spread, int(np.ptp(state.lengths)))
     assert spread > 0
     np.testing.assert_array_equal(finish(model, state, request).tokens, plain()[0])
+    alone = generate(model, INPUTS[2:3], **options)  # caches of one row have no axis of rows
+    np.testing.assert_array_equal(alone.tokens, plain()[0][2:3])
+    assert alone.stats.acceptance_rate < 1
 
 
 @jax.jit

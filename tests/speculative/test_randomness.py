@@ -8,6 +8,7 @@ import tiers
 from toy_models import HashModel
 
 from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.keys import row_keys
 from specdec_jax.speculative import randomness
 from specdec_jax.speculative.sampling import SamplingConfig
 
@@ -256,3 +257,10 @@ def test_no_key_is_the_same_whatever_jax_makes_by_default():
     np.testing.assert_array_equal(
         generate(target, [[3, 1]] * 5, key=randomness.make_key(0), **options).tokens, expected
     )
+
+
+def test_samples_have_keys_of_their_own():
+    """The first sample of an input has the input's key, so that it is the same without others."""
+    several, one = (jax.random.key_data(row_keys(jax.random.key(5), 3, n)) for n in (4, 1))
+    assert len({tuple(random_bits) for random_bits in several.tolist()}) == 12
+    np.testing.assert_array_equal(several[::4], one)
