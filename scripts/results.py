@@ -206,6 +206,9 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
         columns.append({case: kind.format(row) for case, row in rows.get(text, {}).items()})
     if tables:
         return "\n\n".join(tables)
+    if any(columns):  # machines that were not asked have no column
+        kept = [(head, column) for head, column in zip(heads, columns) if column]
+        heads, columns = [head for head, _ in kept], [column for _, column in kept]
     if not kind.timed:
         heads, columns = _join_equal(heads, columns)
     return _write_rows(kind.title, heads, columns, "; ".join(sorted(why)))
@@ -221,7 +224,7 @@ def _join_equal(
     kept: dict[int, list[str]] = {}
     for at in sorted(range(len(columns)), key=lambda one: -len(columns[one])):
         whole = next((one for one in kept if columns[at].items() <= columns[one].items()), at)
-        kept.setdefault(whole, []).extend([heads[at]] * (whole == at or bool(columns[at])))
+        kept.setdefault(whole, []).append(heads[at])
     return ["; ".join(kept[one]) for one in sorted(kept)], [columns[one] for one in sorted(kept)]
 
 

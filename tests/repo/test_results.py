@@ -48,13 +48,18 @@ def test_the_tables_of_the_pages_are_rendered_from_the_records(results):
 
 
 def test_a_row_is_a_case_and_a_column_is_a_machine(results):
-    other = {"machine": {"processor": "B", "cores": 4}, "stages": {}}
-    table = results.make_table("pair ende", [RECORD, other])
+    other = {"machine": {"processor": "B", "cores": 4}, "stages": {"pair": {"rows": {}}}}
+    other["stages"]["pair"]["rows"]["ende"] = {
+        "more": RECORD["stages"]["pair"]["rows"]["ende"]["plain, float32"]
+    }
+    third = {"machine": {"processor": "C", "cores": 4}, "stages": {}}
+    table = results.make_table("pair ende", [RECORD, other, third])
     assert table.splitlines() == [
         "| bundled pair, one sentence at a time | A chip, 2 cores | B, 4 cores |",
         "|---|---|---|",
         "| plain, float32 | 1.00 (1.00 to 1.00), 4.00 ms a token, 9 sentences | - |",
         "| speculative | 2.50 (2.00 to 3.00), α 0.75, 3.25 tokens a call, 1.60 ms a token | - |",
+        "| more | - | 1.00 (1.00 to 1.00), 4.00 ms a token, 9 sentences |",
     ]
 
 

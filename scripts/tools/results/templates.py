@@ -88,8 +88,8 @@ def measure_templates(settings: Settings) -> Rows:
     Every pass begins without any.
     """
     target = load_target("none")
-    inputs, rows = make_inputs(target, settings.choose(8, 3)), {}
-    for batch, gamma in ((1, 8), (8, 4)):
+    inputs, rows = make_inputs(target, settings.choose(8, 2)), {}
+    for batch, gamma in ((1, 8), (8, 4))[: settings.choose(2, 1)]:
         ways: dict[str, Callable[[], dict[str, Any]]] = {
             "plain": lambda: dict(gamma=0),
             "`lookup`, γ = 4": lambda: dict(gamma=4, drafter=PromptLookupDrafter()),
