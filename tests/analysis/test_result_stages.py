@@ -126,7 +126,7 @@ def test_loads_are_measured_from_here_and_from_a_store():
         assert row["dtype"] == "float32" and row["local"]["seconds"] > 0
         assert ("store" in row) == (importlib.util.find_spec("gcsfs") is not None)
     assert len(rows) == 3 and len({row["gb"] for row in rows.values()}) == 1
-    row = {"local": {"peak": 1.3}, "store": {"peak": 1.1}}
+    row = {"gb": 1.9, "local": {"peak": 1.3}, "store": {"peak": 1.1}}
     record = {"loading": {"rows": {"formats": {"a": row}}}}
     assert list_shortfalls(record) == {
         "loading: peak memory over the weights, of the worst format (asked: at most 1.2)": "1.30"

@@ -70,7 +70,7 @@ def list_shortfalls(stages: Mapping[str, Any]) -> dict[str, str]:
         for one in rows("loading")
         for row in one.values()
         for place in ("local", "store")
-        if place in row
+        if place in row and row["gb"] > 1  # a small model's is mostly the process's own
     ]
     add("loading: peak memory over the weights, of the worst format", peaks, MOST, max)
     for one in (one for one in rows("accelerator") if "draft step" in one):

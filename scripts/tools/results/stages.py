@@ -22,19 +22,19 @@ _OVER_PLAIN = "one sentence at a time, over plain"
 
 STAGES: dict[str, Stage] = {
     "pair": Stage(
-        "bundled pair, one sentence at a time", (2, 1.4), pair.measure_pair, format_speed
+        "bundled pair, one sentence at a time", (2, 0.7), pair.measure_pair, format_speed
     ),
     "steps": Stage("one row", (2, 1.2), pair.measure_steps, format_step),
-    "texts": Stage(_OVER_PLAIN, (3, 1.8), pair.measure_texts, format_speed),
-    "drafters": Stage(_OVER_PLAIN, (14, 6), pair.measure_drafters, format_speed, format_brief),
-    "policies": Stage(_OVER_PLAIN, (4, 1.5), pair.measure_policies, format_speed),
-    "cascades": Stage(_OVER_PLAIN, (2, 1), pair.measure_cascades, format_speed),
-    "only": Stage(_OVER_PLAIN, (22, 3), only.measure_only, format_speed),
+    "texts": Stage(_OVER_PLAIN, (3, 0.7), pair.measure_texts, format_speed),
+    "drafters": Stage(_OVER_PLAIN, (14, 3.7), pair.measure_drafters, format_speed, format_brief),
+    "policies": Stage(_OVER_PLAIN, (4, 1.1), pair.measure_policies, format_speed),
+    "cascades": Stage(_OVER_PLAIN, (2, 0.3), pair.measure_cascades, format_speed),
+    "only": Stage(_OVER_PLAIN, (22, 1), only.measure_only, format_speed),
     "summaries": Stage(
         "summaries by people, over plain", (2.5, 0.8), copying.measure_summaries, format_speed
     ),
     "edits": Stage(
-        "corrected sentences, over plain", (3, 1.2), copying.measure_edits, format_speed
+        "corrected sentences, over plain", (3, 0.8), copying.measure_edits, format_speed
     ),
     "templates": Stage(
         "the same sentences with other names, over plain",
@@ -48,17 +48,17 @@ STAGES: dict[str, Stage] = {
         learning.measure_learning,
         learning.format_learning,
     ),
-    "trees": Stage(_OVER_PLAIN, (3, 1.4), pair.measure_trees, format_speed),
+    "trees": Stage(_OVER_PLAIN, (3, 1.2), pair.measure_trees, format_speed),
     "beams": Stage(
         "one sentence at a time, over plain beams", (3, 0.6), pair.measure_beams, format_speed
     ),
     "gpt": Stage(
-        "gpt/97m with gpt/6m, random weights", (2, 0.6), shapes.measure_gpt, shapes.format_shape
+        "gpt/97m with gpt/6m, random weights", (4, 1.9), shapes.measure_gpt, shapes.format_shape
     ),
-    "paper": Stage("random weights", (5, 1), shapes.measure_paper, shapes.format_shape),
+    "paper": Stage("random weights", (6, 1.9), shapes.measure_paper, shapes.format_shape),
     "scaling": Stage(
         "a small T5, random weights, one program",
-        (1.5, 1),
+        (2.5, 1.9),
         scaling.measure_scaling,
         scaling.format_scaling,
     ),
@@ -69,43 +69,43 @@ STAGES: dict[str, Stage] = {
         translation.format_opus,
     ),
     "file": Stage(
-        "a whole file, over float32", (3.2, 0.6), whole_files.measure_file, whole_files.format_file
+        "a whole file, over float32", (3.2, 0.8), whole_files.measure_file, whole_files.format_file
     ),
     "encoders": Stage(
         "an encoder over one input, T5 1.1 small with random weights, float32",
-        (2, 0.5),
+        (2, 0.7),
         encoders.measure_encoders,
         encoders.format_encoders,
     ),
     "batching": Stage(
         "a whole file, over its order",
-        (3, 0.4),
+        (3, 1),
         whole_files.measure_batching,
         whole_files.format_file,
     ),
     "bits": Stage(
         "differs from plain decoding of one sentence at a time",
-        (1.5, 0.4),
+        (1.5, 0.6),
         whole_files.measure_bits,
         whole_files.format_bits,
         timed=False,
     ),
     "quality": Stage(
         "the bundled target's argmax output",
-        (1, 0.2),
+        (1, 0.4),
         rounding_stages.measure_quality,
         rounding_stages.format_quality,
         timed=False,
     ),
     "rounded": Stage(
         "float32 beside its rounded form",
-        (3, 0.9),
+        (3, 1.2),
         rounding_stages.measure_rounded,
         rounding_stages.format_rounded,
         timed=False,
     ),
     "t5x": Stage(
-        "the package's sentences, over T5X", (1, 0.5), elsewhere.measure_t5x, format_ratio
+        "the package's sentences, over T5X", (1.5, 1), elsewhere.measure_t5x, format_ratio
     ),
     "accelerator": Stage(
         "T5-XXL with T5-small in bfloat16, inputs and outputs of 128 tokens, γ = 7",
@@ -115,14 +115,14 @@ STAGES: dict[str, Stage] = {
     ),
     "tpu": Stage(
         "T5-XXL in bfloat16, by the compiler's estimates",
-        (9, 0.5),
+        (9, 1),
         elsewhere.measure_tpu,
         elsewhere.format_tpu,
         timed=False,
     ),
     "tpu_drafters": Stage(
         "T5-XXL in bfloat16, one row, by the compiler's estimates",
-        (3, 0.7),
+        (3, 1.2),
         elsewhere.measure_tpu_drafters,
         elsewhere.format_tpu,
         timed=False,
