@@ -906,7 +906,7 @@ static ffi::Error multiply(ffi::ThreadPool pool, const Floats& x, const ffi::Buf
   }
   if (!M || !F) return ffi::Error::Success();
   const float* given = x.typed_data();
-  const bool tiled = kInputs > 1 && M >= kTiledFrom && K % kTileBytes == 0 && may_use_tiles();
+  const bool tiled = kInputs > 1 && M >= kTiledFrom && K > 0 && K % kTileBytes == 0 && may_use_tiles();
   Product<W> of{(const Input*)given, nullptr, rows, M, lines, parts, (const W*)w.typed_data(), or_none(scales), to.bias,
                 to.residual, to.y, F, nullptr, to.summed, to.cap, tiled};
   if (kInputs > 1 || M < all || before.kind != kNothing) {
