@@ -31,14 +31,14 @@ STAGES: dict[str, Stage] = {
     "cascades": Stage(_OVER_PLAIN, (2, 0.3), pair.measure_cascades, format_speed),
     "only": Stage(_OVER_PLAIN, (22, 1), only.measure_only, format_speed),
     "summaries": Stage(
-        "summaries by people, over plain", (2.5, 0.8), copying.measure_summaries, format_speed
+        "summaries by people, over plain", (2.5, 2.0), copying.measure_summaries, format_speed
     ),
     "edits": Stage(
-        "corrected sentences, over plain", (3, 0.8), copying.measure_edits, format_speed
+        "corrected sentences, over plain", (3, 1.2), copying.measure_edits, format_speed
     ),
     "templates": Stage(
         "the same sentences with other names, over plain",
-        (5, 0.8),
+        (5, 1.4),
         templates.measure_templates,
         format_speed,
     ),
