@@ -1,14 +1,17 @@
 """Measures the figures of the pages, stage by stage, and renders the pages' tables.
 
-    python scripts/results.py --data=DATA            # nearly two hours on two cores
-    python scripts/results.py --data=DATA --quick    # half an hour
+    python scripts/results.py --data=DATA            # an hour on two cores
+    python scripts/results.py --data=DATA --quick    # ten minutes: the most important tables
     python scripts/results.py --render               # renders only
 
-Run it alone on the machine. Everything is decoded with the bundled pair; the ways of decoding of
-one table take turns, sentence by sentence. The record is `results/PROCESSOR.json` beside this
-script; it is rewritten after every stage, and a run that was killed resumes with the stages that
-its record lacks. A stage that cannot run is recorded with the reason, and the others follow. Then
-the tables between `<!-- results: STAGE TEXT -->` and `<!-- end -->` in all pages are rendered: a
+Run it alone on the machine. Where one machine's figures do for all, since they are computed and not
+timed, or a drafter has to be trained first, a stage is left out if another machine's record has it;
+`--only` asks for it. All stages together take nearly three hours.
+
+Almost everything is decoded with the bundled pair; the ways of decoding of one table take turns,
+sentence by sentence. The record is `results/PROCESSOR.json` beside this script; it is rewritten
+after every stage, and a run that was killed resumes with the stages that its record lacks. A stage
+that cannot run is recorded with the reason, and the others follow. Then the tables between `<!-- results: STAGE TEXT -->` and `<!-- end -->` in all pages are rendered: a
 row is a way of decoding, a column is a machine.
 
 DATA has a folder for each text, `ende/test.tsv.gz` for example, as the model card of the bundled
@@ -41,8 +44,10 @@ from tools.results.stages import STAGES
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "scripts" / "results"
 _DATA = flags.DEFINE_string("data", None, "Folder of the texts; without it only `sentences`.")
-_QUICK = flags.DEFINE_bool("quick", False, "Fewer sentences and passes: half an hour.")
-_ONLY = flags.DEFINE_list("only", list(STAGES), "Stages to measure, comma-separated.")
+_QUICK = flags.DEFINE_bool("quick", False, "Few stages, sentences and passes: ten minutes.")
+_ONLY = flags.DEFINE_list(
+    "only", [], f"Stages to measure, comma-separated, of: {', '.join(STAGES)}. Default: see above."
+)
 _AGAIN = flags.DEFINE_bool("again", False, "Measure stages anew that the record has.")
 _RENDER = flags.DEFINE_bool("render", False, "Render the pages' tables, measure nothing.")
 _MARKED = re.compile(r"(<!-- results: ([^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -56,9 +61,21 @@ def main(argv: list[str]) -> None:
     if not _RENDER.value:
         with tempfile.TemporaryDirectory() as folder:
             keep_programs(folder)  # stages and texts share many
-            measure(Settings(_DATA.value, _QUICK.value), _ONLY.value, _AGAIN.value)
+            names = _ONLY.value or choose_stages(_QUICK.value)
+            measure(Settings(_DATA.value, _QUICK.value), names, _AGAIN.value)
     for page in render_pages(read_records()):
         print(f"rendered {page.relative_to(ROOT)}")
+
+
+def choose_stages(quick: bool) -> list[str]:
+    """Returns the stages of a run that was not told which."""
+    parts = [record["stages"] for record in read_records()]
+    return [
+        name
+        for name, stage in STAGES.items()
+        if (stage.minutes[1] is not None or not quick)
+        and not (stage.once and any(is_measured(part.get(name, {}), quick) for part in parts))
+    ]
 
 
 def measure(settings: Settings, names: Sequence[str], again: bool) -> None:
@@ -68,10 +85,11 @@ def measure(settings: Settings, names: Sequence[str], again: bool) -> None:
     path = RECORDS / f"{name}.json"
     stages = read_record(path)["stages"]
     todo = [one for one in names if again or not is_measured(stages.get(one, {}), settings.quick)]
-    minutes = sum(STAGES[one].minutes[settings.quick] for one in todo)
-    print(f"{len(todo)} stages, about {minutes:g} minutes on two cores: {', '.join(todo)}")
+    minutes = {one: STAGES[one].minutes[settings.quick] or STAGES[one].minutes[0] for one in todo}
+    total = sum(minutes.values())
+    print(f"{len(todo)} stages, about {total:.0f} minutes on two cores: {', '.join(todo)}")
     for one in todo:
-        print(f"{one}: about {STAGES[one].minutes[settings.quick]:g} minutes", flush=True)
+        print(f"{one}: about {minutes[one]:g} minutes", flush=True)
         start = time.perf_counter()
         found: dict[str, Any] = {}
         load = os.getloadavg()[0]

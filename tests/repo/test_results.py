@@ -109,6 +109,22 @@ def test_a_quick_run_and_a_busy_machine_are_marked(results):
     assert head.endswith("| A chip, 2 cores (`--quick`, on a busy machine) |")
 
 
+def test_a_run_leaves_out_what_one_machine_has_measured_for_all(results, monkeypatch):
+    pair = results.STAGES["pair"]
+    stages = {"timed": pair, "once": pair._replace(once=True)}
+    stages["full"] = pair._replace(minutes=(3, None))
+    monkeypatch.setattr(results, "STAGES", stages)
+    quick = {"rows": {}, "command": "results.py --quick"}
+    for found, full_run, quick_run in (
+        ({}, ["timed", "once", "full"], ["timed", "once"]),
+        ({"timed": quick, "once": quick}, ["timed", "once", "full"], ["timed"]),
+        ({"once": {"rows": {}}, "full": {"rows": {}}}, ["timed", "full"], ["timed"]),
+    ):
+        monkeypatch.setattr(results, "read_records", lambda found=found: [{"stages": found}])
+        assert results.choose_stages(quick=False) == full_run
+        assert results.choose_stages(quick=True) == quick_run
+
+
 def test_a_stage_that_was_not_measured_says_why(results):
     assert "| T5X is not installed | |" in results.make_table("t5x sentences", [RECORD])
     with pytest.raises(ValueError, match="expected a stage of pair"):

@@ -98,7 +98,7 @@ def measure_edits(settings: Settings) -> Rows:
     """Measures sentences of which some words are changed, as in corrections."""
     rows: dict[str, Row] = {}
     for percent in CHANGED[1:2] if settings.quick else CHANGED:
-        found = time_edits(settings, settings.choose(16, 4), percent, DRAFTERS)
+        found = time_edits(settings, settings.choose(10, 3), percent, DRAFTERS)
         rows |= {f"{percent} % changed, {name}": row for name, row in found.items()}
     for name, row in ({} if settings.quick else time_larger(settings)).items():
         rows[f"{CHANGED[1]} % changed, T5-base's shape, {name}"] = row
@@ -126,7 +126,7 @@ def measure_summaries(settings: Settings) -> Rows:
     """Measures summaries that people wrote, with their whole sources as inputs."""
     vocabulary = load_target("none").vocabulary
     assert vocabulary is not None
-    count = settings.choose(16, 4)
+    count = settings.choose(12, 4)
     drafters = {"`lookup`, γ = 2": (PromptLookupDrafter, 2)} | {
         name: one for name, one in DRAFTERS.items() if one[1] <= 8
     }

@@ -29,7 +29,7 @@ def measure_encoders(settings: Settings) -> Rows:
         for length in QUICK_LENGTHS if settings.quick else LENGTHS:
             ids = np.random.default_rng(length).integers(3, config.vocab_size, length).tolist()
             ways = {"ours": make_encoder(model, length)} | others
-            rows[f"{length:,} tokens"] = time_encoders(ways, ids, settings.choose(9, 3))
+            rows[f"{length:,} tokens"] = time_encoders(ways, ids, settings.choose(5, 3))
     return {PRESET: rows}
 
 

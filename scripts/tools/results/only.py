@@ -5,7 +5,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax.checkpoints import loader
@@ -62,25 +62,39 @@ def measure_only(settings: Settings) -> Rows:
     cases["`recycling`, γ = 2"] = drafts(2, drafter=recycling)
     cases["`lookahead`"] = Case("none", LookaheadDecoding)
     cases["look-ahead with 12 positions"] = Case("none", lambda: LookaheadDecoding(3, 3, 3))
-    if not settings.quick:
-        cases |= train_drafters(prompts, outputs)
-    texts = read_sentences(settings, ("ende", "wiki_pe"), settings.choose(16, 3))
+    return time_texts(settings, cases)
+
+
+def time_texts(settings: Settings, cases: Mapping[str, Case]) -> Rows:
+    """Returns the rows of both texts."""
+    texts = read_sentences(settings, ("ende", "wiki_pe"), settings.choose(12, 3))
     passes = settings.choose(3, 2)
     return {name: time_cases(cases, text, passes) for name, text in texts.items()}
 
 
-def train_drafters(prompts: Sequence[str], outputs: Sequence[Sequence[int]]) -> dict[str, Case]:
-    """Returns cases of drafters that learn the target's outputs here, for some minutes each."""
+def measure_trained(settings: Settings) -> Rows:
+    """Measures drafters that learn the target's outputs here, for some minutes each."""
+    pairs = require_pairs(settings, "ende", settings.choose(10_000, 2_000), "train")
+    prompts = [source for source, _ in pairs]
+    steps = settings.choose(_STEPS, 20)
+    trained = train_drafters(prompts, decode(prompts), steps)
+    return time_texts(settings, {"plain": Case("none")} | trained)
+
+
+def train_drafters(
+    prompts: Sequence[str], outputs: Sequence[Sequence[int]], steps: int
+) -> dict[str, Case]:
+    """Returns cases of drafters that learn the target's outputs."""
     with tempfile.TemporaryDirectory() as folder:
-        drafter = ModelDrafter(distil(prompts, _STEPS, pathlib.Path(folder)))
-        parallel = ParallelDrafter(distil(prompts, _STEPS, pathlib.Path(folder), masks=4))
-        medusa = train_heads(prompts, outputs, _STEPS, pathlib.Path(folder))
+        drafter = ModelDrafter(distil(prompts, steps, pathlib.Path(folder)))
+        parallel = ParallelDrafter(distil(prompts, steps, pathlib.Path(folder), masks=4))
+        medusa = train_heads(prompts, outputs, steps, pathlib.Path(folder))
     cases = {}
     for gamma in (2, 4):
-        name = f"four heads (Medusa), {_STEPS:,} steps of training here, γ = {gamma}"
+        name = f"four heads (Medusa), {steps:,} steps of training here, γ = {gamma}"
         cases[name] = drafts(gamma, drafter=lambda: medusa)
     for gamma in (2, 4):
-        name = f"`--drafter_shape={SHAPE}`, {_STEPS:,} steps of training here, γ = {gamma}"
+        name = f"`--drafter_shape={SHAPE}`, {steps:,} steps of training here, γ = {gamma}"
         cases[name] = drafts(gamma, drafter=lambda: drafter)
         name = f"the same with four masks, all tokens in one call (PARD), γ = {gamma}"
         cases[name] = drafts(gamma, drafter=lambda: parallel)

@@ -57,7 +57,7 @@ def measure_pair(settings: Settings) -> Rows:
         "speculative, int8, γ = 4": drafts(4, "int8"),
         'speculative, int8, `gamma="auto"`': drafts("auto", "int8"),
     }
-    texts = read_sentences(settings, ("ende", "wiki_pe"), settings.choose(60, 12))
+    texts = read_sentences(settings, ("ende", "wiki_pe"), settings.choose(40, 10))
     passes = settings.choose(3, 2)
     return {name: time_cases(cases, text, passes) for name, text in texts.items()}
 
@@ -72,7 +72,7 @@ def measure_texts(settings: Settings) -> Rows:
             '`gamma="auto"`': drafts("auto", form),
             "`Calibrated`": drafts(Calibrated(8), form),
         }
-        texts = read_sentences(settings, TEXTS, settings.choose(16, 4))
+        texts = read_sentences(settings, TEXTS, settings.choose(12, 3))
         for name, text in texts.items():
             rows[f"{name} {label}"] = time_cases(cases, text, settings.choose(3, 2))
     return rows
@@ -131,7 +131,7 @@ POLICIES: dict[str, Callable[[], Any]] = {
 def measure_policies(settings: Settings) -> Rows:
     """Measures the policies of γ with the bundled drafter, at temperatures 0 and 1."""
     rows: Rows = {}
-    for temperature in (0, 1):
+    for temperature in (0,) if settings.quick else (0, 1):
         more = sample_at(temperature)
         cases = {"plain": Case("none", None, more)}
         cases |= {f"γ = {gamma}": drafts(gamma, **more) for gamma in (2, 4, 6)}
@@ -200,7 +200,7 @@ def measure_drafters(settings: Settings) -> Rows:
     """
     drafters = list_drafters(settings, load_target("none"))
     rows: Rows = {}
-    for temperature in (0, 1):
+    for temperature in (0,) if settings.quick else (0, 1):
         more = sample_at(temperature)
         cases = {"plain": Case("none", None, more)}
         cases |= {
@@ -208,9 +208,9 @@ def measure_drafters(settings: Settings) -> Rows:
             for name, (make, gamma) in drafters.items()
         }
         cases |= {} if temperature else list_trees(load_target("none"))
-        rows |= time_at(cases, settings, temperature, TEXTS, settings.choose(12, 2))
+        rows |= time_at(cases, settings, temperature, TEXTS, settings.choose(8, 2), alike=True)
     if find_text(settings, "wikitext2"):
-        rows["edits T=0"] = time_edits(settings, settings.choose(12, 2), 8, COPYING)
+        rows["edits T=0"] = time_edits(settings, settings.choose(8, 2), 8, COPYING)
     return rows
 
 
@@ -220,9 +220,10 @@ def time_at(
     temperature: int,
     names: Sequence[str] = ("ende", "wiki_pe"),
     count: int | None = None,
+    alike: bool = False,
 ) -> Rows:
     """Returns the rows of texts, by default the pair's two, at one temperature."""
-    texts = read_sentences(settings, names, count or settings.choose(20, 4))
+    texts = read_sentences(settings, names, count or settings.choose(12, 3), alike)
     passes, rows = settings.choose(3, 2), {}
     forget_programs()
     for name, text in texts.items():
@@ -252,7 +253,7 @@ def measure_cascades(settings: Settings) -> Rows:
         "four tokens of the bundled drafter, then `lookup`, γ = 6": drafts(6, drafter=lead),
         "the bundled drafter, itself drafted for by `lookup`, γ = 6": drafts(6, drafter=inside),
     }
-    texts = read_sentences(settings, ("ende", "wiki_pe", "scitldr"), settings.choose(16, 3))
+    texts = read_sentences(settings, ("ende", "wiki_pe", "scitldr"), settings.choose(12, 3))
     passes = settings.choose(3, 2)
     return {name: time_cases(cases, text, passes) for name, text in texts.items()}
 
@@ -265,7 +266,7 @@ def measure_trees(settings: Settings) -> Rows:
         "dynamic tree of 16 nodes": dict(tree=DynamicTree(4, 4, 16)),
     }
     rows: Rows = {}
-    for temperature in (0, 1):
+    for temperature in (0,) if settings.quick else (0, 1):
         more: dict[str, Any] = {"sampling": SamplingConfig(temperature=float(temperature))}
         cases = {"plain": Case("none", None, more), "chain, γ = 4": drafts(4, **more)}
         cases |= {"chain, γ = 6": drafts(6, **more)}
@@ -282,7 +283,7 @@ def measure_beams(settings: Settings) -> Rows:
         options = {"gamma": gamma, "beam_width": 8, **beams}
         cases[f"four beams, γ = {gamma}, 8 nodes a level"] = Case("none", make_bundled, options)
     cases["greedy, plain"] = Case("none")
-    texts = read_sentences(settings, ("ende", "wiki_pe"), settings.choose(24, 5))
+    texts = read_sentences(settings, ("ende", "wiki_pe"), settings.choose(16, 3))
     passes = settings.choose(3, 2)
     return {name: time_cases(cases, text, passes) for name, text in texts.items()}
 
@@ -292,7 +293,7 @@ def measure_steps(settings: Settings) -> Rows:
     rows: dict[str, Row] = {}
     for form, label in (("none", "float32"), ("int8", "int8")):
         pair = load_target(form), make_bundled()
-        rows |= time_iterations(label, *pair, (1, 3, 4, 7), settings.choose(25, 7))
+        rows |= time_iterations(label, *pair, (1, 3, 4, 7), settings.choose(15, 5))
     return {"steps": rows}
 
 

@@ -33,16 +33,19 @@ class Stage(NamedTuple):
 
     Attributes:
       title: what a row is.
-      minutes: on two cores, in full and quickly.
+      minutes: on two cores, in full and quickly; None: not part of a quick run.
       measure: returns the rows.
       format: returns a row as the cell of a table.
       brief: the same for tables with a column for each text.
       timed: whether the figures depend on what else the machine does.
+      once: whether one machine's figures do for all, and a run leaves the stage out where another
+        record has them.
     """
 
     title: str
-    minutes: tuple[float, float]
+    minutes: tuple[float, float | None]
     measure: Callable[[Settings], Rows]
     format: Callable[[Row], str]
     brief: Callable[[Row], str] = str
     timed: bool = True
+    once: bool = False

@@ -22,54 +22,56 @@ _OVER_PLAIN = "one sentence at a time, over plain"
 
 STAGES: dict[str, Stage] = {
     "pair": Stage(
-        "bundled pair, one sentence at a time", (2, 0.7), pair.measure_pair, format_speed
+        "bundled pair, one sentence at a time", (3, 1.2), pair.measure_pair, format_speed
     ),
-    "steps": Stage("one row", (2, 1.2), pair.measure_steps, format_step),
-    "texts": Stage(_OVER_PLAIN, (3, 0.7), pair.measure_texts, format_speed),
-    "drafters": Stage(_OVER_PLAIN, (14, 3.7), pair.measure_drafters, format_speed, format_brief),
-    "policies": Stage(_OVER_PLAIN, (4, 1.1), pair.measure_policies, format_speed),
-    "cascades": Stage(_OVER_PLAIN, (2, 0.3), pair.measure_cascades, format_speed),
-    "only": Stage(_OVER_PLAIN, (22, 1), only.measure_only, format_speed),
+    "steps": Stage("one row", (2, 0.9), pair.measure_steps, format_step),
+    "texts": Stage(_OVER_PLAIN, (4, 0.7), pair.measure_texts, format_speed),
+    "drafters": Stage(_OVER_PLAIN, (10, 1.8), pair.measure_drafters, format_speed, format_brief),
+    "policies": Stage(_OVER_PLAIN, (3, None), pair.measure_policies, format_speed),
+    "cascades": Stage(_OVER_PLAIN, (1.5, None), pair.measure_cascades, format_speed),
+    "only": Stage(_OVER_PLAIN, (4, 1), only.measure_only, format_speed),
+    "trained": Stage(_OVER_PLAIN, (14, None), only.measure_trained, format_speed, once=True),
     "summaries": Stage(
-        "summaries by people, over plain", (2.5, 2.0), copying.measure_summaries, format_speed
+        "summaries by people, over plain", (3, None), copying.measure_summaries, format_speed
     ),
     "edits": Stage(
-        "corrected sentences, over plain", (3, 1.2), copying.measure_edits, format_speed
+        "corrected sentences, over plain", (4, 1.2), copying.measure_edits, format_speed
     ),
     "templates": Stage(
         "the same sentences with other names, over plain",
-        (5, 1.4),
+        (3, None),
         templates.measure_templates,
         format_speed,
     ),
     "learning": Stage(
         "whole jobs in batches of 8, γ = 4, over plain decoding",
-        (4, 0),
+        (15, None),
         learning.measure_learning,
         learning.format_learning,
+        once=True,
     ),
-    "trees": Stage(_OVER_PLAIN, (3, 1.2), pair.measure_trees, format_speed),
+    "trees": Stage(_OVER_PLAIN, (3, 0.7), pair.measure_trees, format_speed),
     "beams": Stage(
-        "one sentence at a time, over plain beams", (3, 0.6), pair.measure_beams, format_speed
+        "one sentence at a time, over plain beams", (1.5, 0.5), pair.measure_beams, format_speed
     ),
     "gpt": Stage(
-        "gpt/97m with gpt/6m, random weights", (4, 1.9), shapes.measure_gpt, shapes.format_shape
+        "gpt/97m with gpt/6m, random weights", (3, None), shapes.measure_gpt, shapes.format_shape
     ),
-    "paper": Stage("random weights", (6, 1.9), shapes.measure_paper, shapes.format_shape),
+    "paper": Stage("random weights", (3, None), shapes.measure_paper, shapes.format_shape),
     "scaling": Stage(
         "a small T5, random weights, one program",
-        (2.5, 1.9),
+        (3, None),
         scaling.measure_scaling,
         scaling.format_scaling,
     ),
     "opus": Stage(
         "opus-mt's shape, random weights, one sentence at a time",
-        (1.5, 1),
+        (2, None),
         translation.measure_opus,
         translation.format_opus,
     ),
     "file": Stage(
-        "a whole file, over float32", (3.2, 0.8), whole_files.measure_file, whole_files.format_file
+        "a whole file, over float32", (5, 0.8), whole_files.measure_file, whole_files.format_file
     ),
     "encoders": Stage(
         "an encoder over one input, T5 1.1 small with random weights, float32",
@@ -79,30 +81,33 @@ STAGES: dict[str, Stage] = {
     ),
     "batching": Stage(
         "a whole file, over its order",
-        (3, 1),
+        (1.5, None),
         whole_files.measure_batching,
         whole_files.format_file,
     ),
     "bits": Stage(
         "differs from plain decoding of one sentence at a time",
-        (1.5, 0.6),
+        (1.5, None),
         whole_files.measure_bits,
         whole_files.format_bits,
         timed=False,
+        once=True,
     ),
     "quality": Stage(
         "the bundled target's argmax output",
-        (1, 0.4),
+        (1, None),
         rounding_stages.measure_quality,
         rounding_stages.format_quality,
         timed=False,
+        once=True,
     ),
     "rounded": Stage(
         "float32 beside its rounded form",
-        (3, 1.2),
+        (5.5, None),
         rounding_stages.measure_rounded,
         rounding_stages.format_rounded,
         timed=False,
+        once=True,
     ),
     "t5x": Stage(
         "the package's sentences, over T5X", (1.5, 1), elsewhere.measure_t5x, format_ratio
@@ -115,29 +120,33 @@ STAGES: dict[str, Stage] = {
     ),
     "tpu": Stage(
         "T5-XXL in bfloat16, by the compiler's estimates",
-        (9, 1),
+        (12, None),
         elsewhere.measure_tpu,
         elsewhere.format_tpu,
         timed=False,
+        once=True,
     ),
     "tpu_drafters": Stage(
         "T5-XXL in bfloat16, one row, by the compiler's estimates",
-        (3, 1.2),
+        (3.5, None),
         elsewhere.measure_tpu_drafters,
         elsewhere.format_tpu,
         timed=False,
+        once=True,
     ),
     "tpu_families": Stage(
         "in bfloat16, one row, by the compiler's estimates",
-        (4, 0),
+        (37, None),
         elsewhere.measure_tpu_families,
         elsewhere.format_tpu,
         timed=False,
+        once=True,
     ),
     "loading": Stage(
         "dummy weights, loaded in a process of its own",
-        (4, 0.5),
+        (8, None),
         loading.measure_loading,
         loading.format_loading,
+        once=True,
     ),
 }

@@ -88,7 +88,7 @@ def measure_templates(settings: Settings) -> Rows:
     Every pass begins without any.
     """
     target = load_target("none")
-    inputs, rows = make_inputs(target, settings.choose(8, 2)), {}
+    inputs, rows = make_inputs(target, settings.choose(5, 2)), {}
     for batch, gamma in ((1, 8), (8, 4))[: settings.choose(2, 1)]:
         ways: dict[str, Callable[[], dict[str, Any]]] = {
             "plain": lambda: dict(gamma=0),

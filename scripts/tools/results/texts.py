@@ -1,5 +1,6 @@
 """Reads the texts that `results.py` decodes."""
 
+import collections
 import gzip
 import itertools
 import pathlib
@@ -37,28 +38,47 @@ def read_texts(settings: Settings, names: Sequence[str], count: int) -> dict[str
     return found or {"sentences": read_built_in_sentences()[:count]}
 
 
-def read_sentences(settings: Settings, names: Sequence[str], count: int) -> dict[str, list[str]]:
+def read_sentences(
+    settings: Settings, names: Sequence[str], count: int, alike: bool = False
+) -> dict[str, list[str]]:
     """Returns what `read_texts` does, for ways of decoding that take one sentence at a time.
 
-    A quick run cuts them to one padded length, since each is compiled for every way, and leaves out
-    shorter ones.
+    Each padded length is compiled for every way. So a quick run cuts all to one, and leaves out
+    shorter ones; where they are to be `alike`, those of a text have its most frequent one.
     """
-    if not (settings.quick and settings.data):
+    if not settings.data or not (settings.quick or alike):
         return read_texts(settings, names, count)
     texts = read_texts(settings, names, _SCANNED)
     return {
-        name: list(itertools.islice(filter(None, map(_cut_to_length, text)), count))
+        name: (
+            list(itertools.islice(filter(None, map(_cut_to_length, text)), count))
+            if settings.quick
+            else _choose_alike(text)[:count]
+        )
         for name, text in texts.items()
     }
 
 
+def _count_padded(source: str) -> int:
+    """Returns the padded length of a source's ids."""
+    vocabulary = load_target("none").vocabulary
+    assert vocabulary is not None
+    return bucket_length(len(vocabulary.encode_input(source)))
+
+
 def _cut_to_length(source: str) -> str | None:
     """Returns the first words of a source, of the padded length of a quick run; None: too few."""
-    vocabulary, words = load_target("none").vocabulary, source.split()
-    assert vocabulary is not None
-    while (length := len(vocabulary.encode(" ".join(words))) + 1) > _PADDED:
+    words = source.split()
+    while (length := _count_padded(" ".join(words))) > _PADDED:
         words.pop()
-    return " ".join(words) if bucket_length(length) == _PADDED else None
+    return " ".join(words) if length == _PADDED else None
+
+
+def _choose_alike(sources: Sequence[str]) -> list[str]:
+    """Returns the sources of the most frequent padded length."""
+    lengths = [_count_padded(source) for source in sources]
+    ((most, _),) = collections.Counter(lengths).most_common(1)
+    return [source for source, length in zip(sources, lengths) if length == most]
 
 
 def require_pairs(
