@@ -28,8 +28,8 @@ class CountOptions:
       continuations: how many of the most frequent next tokens are kept for each context
       sampled: draft tokens drawn from the frequencies instead of the most frequent token
       suffix: write the texts themselves instead of a table, sorted for search, to draft long
-        passages from (REST), with the sources if there are two columns; drafting maps the file into
-        memory, so it may be larger than that
+        passages from (REST), with the sources if there are two columns; the file may be larger than
+        the memory
       output: file to write (.npz; .suffix with --suffix), which --drafter takes
     """
 
