@@ -27,9 +27,10 @@ class CountOptions:
       input_file: UTF-8 text, gzip or not: one output a line, or source, tab, output; repeatable
       continuations: how many of the most frequent next tokens are kept for each context
       sampled: draft tokens drawn from the frequencies instead of the most frequent token
-      suffix: instead of a table write the texts themselves, sorted, of which long passages are
-        drafted (REST); of two columns both; the file is mapped into memory, whatever its size
-      output: file (.npz; .suffix with --suffix) that is written, for --drafter
+      suffix: write the texts themselves instead of a table, sorted for search, to draft long
+        passages from (REST), with the sources if there are two columns; the file may be larger than
+        the memory
+      output: file to write (.npz; .suffix with --suffix), which --drafter takes
     """
 
     target: str | None = None

@@ -74,21 +74,21 @@ class GenerateOptions(GenerationFlags, ModelOptions):
     """Options of `specdec generate`; those of a `GenerationConfig` are None where not given.
 
     Attributes:
-      config: file of options, .json or .gin, that sd.GenerationConfig.save wrote; flags that are
-        given count before it
+      config: file of options, .json or .gin, that sd.GenerationConfig.save wrote; flags override
+        it
       batch_size: sentences decoded together (default: 8, with --stream 1)
-      non_finite: what becomes of a sentence with logits that are not finite numbers: report (an
-        empty line, with --json a null text and the reason; the rest goes on and the exit code is 1)
-        or raise (the command ends)
+      non_finite: what happens to a sentence with NaN or infinite logits: report (an empty line, or
+        with --json a null text and the reason; the others are decoded and the exit code is 1) or
+        raise (the command ends)
       input_file: UTF-8 text, one sentence a line, gzip or not, here or at a URL; -: standard input;
         ende/sentences.txt: English sentences that come with the package
       output_file: file for the outputs instead of standard output, here or at a URL; what is
         finished is kept beside it (.partial), so that the same command resumes after a kill
       shard: I/N, such as 0/4: decode only part I, counted from 0, of N equal parts of --input_file
-        or --task; the parts one after the other are what a run without it gives
+        or --task; the parts together, in order, are the output of a run without --shard
       learn: train the drafter, a model, on finished outputs while others are decoded, for at most 4
         percent of the time and only as long as it pays; above temperature 0 with --verifier=gumbel;
-        with --output_file what was learnt is kept beside it (.learned) until the end
+        with --output_file the trained weights are kept beside it (.learned) until the end
       task: seqio task or mixture to decode instead of sentences; prints a JSON object for every
         example, as T5X's infer does, with the prediction's ids, then the task's metrics; inputs are
         cut to --max_input_length

@@ -93,7 +93,7 @@ COMMANDS = {
     "convert": Command(
         "commands.convert",
         "ConvertOptions",
-        "Writes a checkpoint in another format: Hugging Face, T5X, our own.",
+        "Writes a checkpoint in another format: Hugging Face, T5X, this package's.",
     ),
     "distill": Command(
         "commands.distill",
@@ -469,7 +469,8 @@ def _make_overview() -> str:
         "",
     ]
     lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join([*lines, "", "`specdec COMMAND --help` lists the flags of a command."])
+    lines += ["", "`specdec COMMAND --help` lists the flags of a command."]
+    return "\n".join([*lines, "`specdec --version` prints the version."])
 
 
 if __name__ == "__main__":

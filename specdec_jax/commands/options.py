@@ -53,10 +53,10 @@ class ModelOptions:
         none (T5X's)
       dtype: float32 or bfloat16 (default: float32 on a CPU, bfloat16 on an accelerator)
       quantize: int8: round the target's weights to int8 while they are read (on an accelerator, or
-        in float32 on a CPU); w8a8, on a CPU: and the inputs of its products to int8 instead of
-        int16, which is faster for many rows; the output distribution is then the rounded model's;
-        none: widen weights that are stored in int8 to --dtype (default: on a CPU use such weights
-        as they are stored, where that is possible); for a drafter see --drafter_int8 and
+        in float32 on a CPU); w8a8, on a CPU: round the inputs of products to int8, too, instead of
+        int16, which is faster for many rows; with both, the output distribution is the rounded
+        model's; none: widen weights that are stored in int8 to --dtype (default: on a CPU, multiply
+        such weights in int8 where that is possible); for a drafter see --drafter_int8 and
         --drafter=self:int8
       mesh: DATAxMODEL, such as 1x4: divide rows among DATA devices, the target's parameters and
         caches among MODEL devices (default: one device)

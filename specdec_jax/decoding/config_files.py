@@ -71,7 +71,7 @@ def read_fields(path: str | PathLike, known: Collection[str]) -> dict[str, Any]:
     for name, value in values.items():
         if name not in known:
             hint = suggest_name(name, known)
-            raise ValueError(f"{path}: {name}: got a field that there is not{hint}")
+            raise ValueError(f"{path}: {name}: got an unknown field{hint}")
         try:
             found[name] = _read_plain(name, value)
         except (ValueError, TypeError) as error:

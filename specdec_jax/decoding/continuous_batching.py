@@ -127,8 +127,9 @@ def decode_stream(
       refill: whether finished rows are refilled with the next inputs. False decodes batches of like
         length, each of which runs until its last row is done.
       skip: numbers of inputs that are left out; keys and shapes of the others stay as they are.
-      learner: improves its drafter, which drafts, on the outputs (`OnlineDistillation`). It sees an
-        output when the next one is asked for, so keep it before.
+      learner: learns from the outputs, and `learner.drafter` drafts (`OnlineDistillation`,
+        `SuffixHistory`). It sees an output when the caller asks for the next one, so store each
+        output before that.
       config, options: as for `generate`; options may have one value per input. With `non_finite` =
         "report" one input whose logits are not finite numbers does not end the job.
 

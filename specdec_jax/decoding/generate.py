@@ -61,17 +61,18 @@ def generate(
 ) -> GenerationResult:
     """Decodes a batch: speculatively with a `drafter`, autoregressively without one.
 
-    The output distribution is exactly the target's either way, except under the lossy verifiers,
-    which say how far off it is.
+    The output distribution is exactly the target's either way, except with a lossy verifier
+    ("lenient" or "typical").
 
     Args:
       target: the model whose distribution is sampled.
       inputs: B strings, B lists of ids (with their EOS), or an integer array `[B, L]`. Strings get
-        what their tokenizer puts around a text. Of ids, 0 (the vocabulary's padding) before and
-        after the text is left out. For an empty string, or None, nothing is decoded. A decoder-only
-        target has prompts: 0 is an id like others, and an empty prompt stands for the start token.
-      config: the options below in one object, or the path of its file (`.json` or `.gin`), which
-        those that are given change; None: the defaults.
+        the special tokens that their tokenizer puts around a text. In ids, padding (0, or the
+        vocabulary's) before and after the text is ignored. An empty string, or None, is not
+        decoded. The inputs of a decoder-only target are prompts: there 0 is an ordinary id, and an
+        empty prompt stands for the start token.
+      config: the options below in one object, or the path of its file (`.json` or `.gin`); options
+        that are given here override it. None: the defaults.
       drafter: e.g. `ModelDrafter(model)`; must share the target's vocabulary.
       key: one key, of any kind (input i gets `fold_in(key, i)`), or B keys; None: the key of seed
         0.
@@ -86,7 +87,7 @@ def generate(
     Raises:
       UnsupportedCombination: options that make no sense together. NonFiniteLogitsError: see
         `non_finite`. Both are ValueErrors.
-      TypeError: an option that there is not.
+      TypeError: an unknown option.
       ValueError: a bad argument; the message says what was got and what was expected. Raised before
         anything compiles.
     """

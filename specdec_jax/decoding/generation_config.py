@@ -47,7 +47,7 @@ def _make_field(default: Any, doc: str, unset: str = "", api: str = "") -> Any:
 class GenerationConfig:
     """The options of `generate`, checked as far as they can be without a model.
 
-    The fields are documented there. `dataclasses.replace` changes some of them.
+    `generate` documents the fields. `dataclasses.replace` returns a changed copy.
 
     Raises:
       ValueError: an option of another kind or outside its range.
@@ -112,22 +112,23 @@ class GenerationConfig:
     )
     num_samples: int = _make_field(
         1,
-        "N ≥ 1 outputs for every input, one after the other; each input is encoded, or read, once",
+        "number of outputs for every input, at least 1, one after the other; each input is "
+        "encoded, or read, once",
     )
     max_input_length: int = _make_field(
         512, "longest input in tokens; longer ones are rejected, never cut"
     )
     source_language: str | Collection[str] | None = _make_field(
         None,
-        "code of the language of inputs that are texts, for a model with several (eng_Latn of "
+        "code of the inputs' language, for texts and a model of several languages (eng_Latn of "
         "NLLB, en of M2M-100, en_XX of mBART)",
         "the one that the tokenizer's files give",
         api="One, or one per input.",
     )
     target_language: str | Collection[str] | None = _make_field(
         None,
-        "code of the language of outputs, for a model with several; for Marian's with codes such "
-        "as >>fra<<, fra",
+        "code of the outputs' language, for a model of several languages; fra for a Marian "
+        "whose codes look like >>fra<<",
         "the one that the model's files give",
         api="One, or one per input.",
     )
@@ -139,14 +140,14 @@ class GenerationConfig:
     )
     deadline: float | None = _make_field(
         None,
-        "seconds until the rows of a batch are returned as they are, compilation included; "
-        "finished rows are then not refilled",
+        "seconds after which the rows of a batch are returned as they are, compilation included; "
+        "with it, finished rows are not refilled",
         api="`warm_up` compiles before.",
     )
     num_beams: int | None = _make_field(
         None,
-        "K beams of a beam search; a drafter makes it speculative, with the same outputs; γ is "
-        "then the number of levels of the drafted tree",
+        "number of beams of a beam search; a drafter makes it speculative, with the same outputs; "
+        "γ is then the number of levels of the drafted tree",
         "the model's, else none",
     )
     length_penalty: float | None = _make_field(
@@ -168,13 +169,13 @@ class GenerationConfig:
     )
     num_return_sequences: int | None = _make_field(
         None,
-        "hypotheses of a beam search that are returned for each input, at most K",
+        "hypotheses of a beam search that are returned for each input, at most num_beams",
         "the model's, else 1",
     )
     beam_width: int | None = _make_field(
         None,
-        "nodes in each level of the tree that is drafted for a beam search, at least K",
-        "the drafter's default, mostly 2·K",
+        "nodes in each level of the tree that is drafted for a beam search, at least num_beams",
+        "the drafter's default, mostly twice num_beams",
     )
     non_finite: str = _make_field(
         "raise",
@@ -183,8 +184,8 @@ class GenerationConfig:
     )
     generation_config: ModelDefaults | str | None = _make_field(
         MODELS,
-        'where options that are not given come from: "model" (the checkpoint\'s '
-        "generation_config.json) or none (the defaults here)",
+        'where defaults of options come from: "model" (the checkpoint\'s '
+        "generation_config.json) or none (this package's defaults)",
         api="Or other `ModelDefaults`, or None for none.",
     )
 
@@ -285,7 +286,7 @@ def split_options(
       options: the keyword arguments.
 
     Raises:
-      TypeError: an option that there is not.
+      TypeError: an unknown option.
       ValueError: `config` is none, or an option is of another kind or outside its range.
     """
     if isinstance(config, str | PathLike):
@@ -297,7 +298,7 @@ def split_options(
     for name in options:
         if name not in known:
             hint = config_files.suggest_name(name, known)
-            raise TypeError(f"{name}: got an option that there is not{hint}")
+            raise TypeError(f"{name}: got an unknown option{hint}")
     changes = {name: value for name, value in options.items() if name in FIELDS}
     data = {name: value for name, value in options.items() if name not in FIELDS}
     return dataclasses.replace(config, **changes) if changes else config, CallData(**data)

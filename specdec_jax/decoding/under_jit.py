@@ -139,12 +139,12 @@ def read_options(
     """Returns the options of a traced decode; rejects those that have no meaning there.
 
     Raises:
-      TypeError: an option that there is not.
+      TypeError: an unknown option.
       ValueError: as for `GenerationConfig`, or an option without meaning for `caller`.
     """
     config, _ = split_options(generation, options)
     if of_a_call := sorted(options.keys() - FIELDS.keys()):
-        raise TypeError(f"{of_a_call[0]}: got an option that there is not for {caller}")
+        raise TypeError(f"{of_a_call[0]}: got an unknown option for {caller}")
     check_unset(config, f"for {caller}", *UNSUPPORTED)
     return config
 

@@ -44,12 +44,13 @@ class BestOfState(NamedTuple):
 class BestOf(DrafterPair):
     """A drafter that lets one of two draft, row by row and iteration by iteration.
 
-    A row uses the drafter with more tokens per time in its own past iterations. The other takes
-    over where it has at least `1 + margin` times as many. A model that no row uses is not called
-    (but an `EagleDrafter` still reads what is committed); it must then catch up, two tokens a call,
-    so that a change has a price. What is known of a drafter that rests fades, and it is tried
-    again. The choice is made before either draws, from earlier iterations alone: so every verifier
-    keeps the target's distribution. (Chosen by their draws it would not.)
+    A row uses the drafter with more tokens per unit of time in its own past iterations. The other
+    one takes over if it has at least `1 + margin` times as many. A model that no row uses is not
+    called (but an `EagleDrafter` still reads what is committed). Later it must catch up, two tokens
+    a call, so a change of drafters costs time. Old observations of an unused drafter lose weight,
+    and it is tried again. The choice depends on earlier iterations alone and is made before either
+    drafter draws, so the output distribution stays the target's. (A choice by the drafted tokens
+    would change it.)
 
     Leviathan, Kalman and Matias (2023), section 6, propose such a change of drafters.
     """

@@ -224,11 +224,12 @@ class _Behind(Policy):
 class HorizontalCascade(DrafterPair):
     """One drafter for the first positions of a draft and another, cheaper one for later ones.
 
-    Later positions count for less. The second also takes over where the first has nothing more to
-    propose: with a copying drafter before a model, the copy goes as far as it can and the model
-    drafts the rest. Each position has the distribution of the drafter that it comes from; a point
-    mass beside a distribution becomes a one-hot distribution. A policy of γ that reads
-    distributions reads those of both; a drafter without them counts as certain.
+    A cheaper drafter suffices there, because later positions are accepted less often. The second
+    drafter also takes over where the first has nothing more to propose: with a copying drafter
+    before a model, the copy goes as far as it can and the model drafts the rest. Each position has
+    the distribution of the drafter that it comes from; a point mass beside a distribution becomes a
+    one-hot distribution. A policy of γ that reads distributions reads those of both; a drafter
+    without them counts as certain.
     """
 
     provides_probs: ClassVar[Any] = any_part_property("provides_probs")

@@ -46,20 +46,21 @@ class GateState(NamedTuple):
 class GatedDrafter(Drafter):
     """A drafter that drafts a continuation as far as it is likely enough to be accepted.
 
-    In every iteration its drafter looks for a continuation, whether or not that is drafted, and
-    what is then committed tells how far the continuation was right. So each row learns, without
-    trying, how often tokens are accepted after matches of each length (a match grows by one with
-    each token of the continuation). Drafted are the tokens up to which the product of these shares
-    is at least `least`. (Full information as in HedgeSpec, Liu et al. 2025, arXiv 2510.20064.)
+    In every iteration the inner drafter looks for a continuation, even if none is drafted. The
+    committed tokens then tell how much of the continuation was right. So each row learns, without
+    drafting, how often tokens are accepted after matches of each length (a match grows by one with
+    each token of the continuation). A token is drafted if the product of these shares, from the
+    first token of the draft up to it, is at least `least`. (Full information as in HedgeSpec, Liu
+    et al. 2025, arXiv 2510.20064.)
 
     Drafts are point masses, whose length depends on earlier iterations alone.
 
     Attributes:
       drafter: a drafter that looks up what follows and does not draw, such as a
         `PromptLookupDrafter`, an `NGramDrafter` or `TokenRecycling`.
-      least: the least probability with which a token must be expected to be accepted, those before
-        it included. Where nothing else drafts, that is the time that one more position adds to a
-        target call, times the tokens per call; before a model in a cascade, the model's acceptance
+      least: a token is drafted if it and those before it are expected to be accepted with at least
+        this probability. A good value is the time that one more position adds to a target call
+        (in calls) times the tokens per call; before a model in a cascade, the model's acceptance
         rate.
       memory: factor by which the observations of an iteration are multiplied at each later one.
     """

@@ -40,11 +40,12 @@ class LookaheadDecoding(TreeDrafter):
 
     Besides the tokens that it verifies, each call of the target improves a window of guesses, by
     Jacobi iterations. The window has `ngram` − 1 levels, one for each of the last calls. Level 0,
-    the oldest, is a chain of `window` tokens after the last committed one; after each of its tokens
-    follows what the later levels have for the places after it. What the target finds the most
-    probable after the newest of these completes an n-gram, which goes to a pool, and is the newest
-    level of the next call. Verified are the last `guesses` n-grams of the pool that begin with the
-    last committed token, and the window itself. All this is one tree of fixed shape, `tree`.
+    the oldest, is a chain of `window` tokens after the last committed one. Each of its tokens is
+    followed by the guesses of the later levels for the places after it. The target's most probable
+    token after the newest guess completes an n-gram, which is added to a pool. These tokens also
+    form the newest level of the next call. Each call verifies the window itself and the last
+    `guesses` n-grams of the pool that begin with the last committed token. All this is one tree of
+    fixed shape, `tree`.
     (Look-ahead decoding, Fu et al. 2024, arXiv 2402.02057.)
 
     Guesses depend on committed tokens and on argmaxes alone. A guess that ends the sequence, after

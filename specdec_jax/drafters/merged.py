@@ -24,13 +24,13 @@ _KINDS["iid"] = tuple(rule for rule in CHILDREN["iid"] if rule != "kseq")
 class MergedDrafter(DrafterPair, TreeDrafter):
     """Two drafters, each of which drafts a tree of its own; the target scores both in one call.
 
-    The children of node 0 are dealt out, the first to the first drafter, the second to the second,
-    the third to the first again, with all that follows them. Each child is verified against the
-    distribution of the drafter that it comes from. Of a chain the second drafter would get nothing,
-    so that a `Tree` is needed, with at least two children of node 0.
+    The drafters take turns at the children of node 0: the first child and all nodes below it belong
+    to the first drafter, the second to the second, the third to the first again. Each child is
+    verified against the distribution of the drafter that it comes from. A `Tree` with at least two
+    children of node 0 is needed, since the second drafter would draft nothing of a chain.
 
-    Drafters that are merged complement each other: both are tried at the same time, whereas in a
-    cascade one resumes where the other stopped.
+    Merging is for drafters that complement each other: both draft at the same time, whereas in a
+    cascade one continues where the other stopped.
     """
 
     kinds: ClassVar[Any] = property(

@@ -21,12 +21,10 @@ from specdec_jax.speculative.state import DecodeState, Draft, make_prefixes
 
 @flax.struct.dataclass
 class RandomDrafter(Drafter):
-    """A drafter of uniformly random tokens, a yardstick for others.
+    """A drafter of uniformly random tokens, to compare others with.
 
-    It knows nothing (section 3.6 of Leviathan et al. 2023).
-
-    It draws from a uniform distribution at every temperature, 0 included; what processors forbid is
-    not drafted.
+    It draws from a uniform distribution at every temperature, 0 included; ids that processors
+    forbid are not drafted. (Leviathan et al. 2023, section 3.6.)
 
     Attributes:
       vocab_size: ids are drawn from 0 … vocab_size − 1; those that the target lacks are left out.

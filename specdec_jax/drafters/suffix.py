@@ -58,10 +58,11 @@ class SuffixDrafter(StoredDrafter):
     most like the input: an output that differs from an earlier one in a few words is copied from
     there also after these words.
 
-    A passage counts twice as much for every id before it that is equal, and twice for every one of
-    these that are equal in a row. The draft, a point mass, is what the heaviest passages have in
-    common. It ends where those that agree have less than `least_share` of the weight, and is no
-    longer than `factor` times the number of ids that match. If nothing matches, nothing is drafted.
+    The weight of a passage doubles with every id before it that is equal to the row's, and doubles
+    again with every id of the unbroken match right before it. The draft, a point mass, is what the
+    heaviest passages have in common. It ends where those that agree have less than `least_share` of
+    the weight, and is no longer than `factor` times the number of ids that match. If nothing
+    matches, nothing is drafted.
 
     A sequence of earlier texts is an encoder's input (if it is known), start token and decoder
     prefix, and the output; of a decoder-only model, prompt and output.

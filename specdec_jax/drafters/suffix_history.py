@@ -27,12 +27,12 @@ class SuffixHistory:
     """Gives a `SuffixDrafter` the inputs and outputs that a job has finished.
 
     It is a `Learner`: `decode_stream(…, learner=sd.SuffixHistory(target))` calls `saw` and `learn`.
-    An own loop calls `generate(…, drafter=history.drafter)` and `history.add`. Only finished
-    outputs that their receiver has kept are known. The output distribution is the target's; above
-    temperature 0 with `verifier="gumbel"`, which is the only one there (`Drafter.remembers`).
+    A loop of your own calls `generate(…, drafter=history.drafter)` and `history.add`. An output is
+    added once the caller has asked for the next one. The output distribution is the target's; above
+    temperature 0 `verifier="gumbel"` is needed (`Drafter.remembers`).
 
-    The arrays have one size from the beginning, so that nothing compiles anew. When they are full,
-    the older half is dropped.
+    The arrays never change their size, so nothing is compiled again. When they are full, the older
+    half is dropped.
 
     Attributes:
       drafter: the drafter as it is now: the same object until texts have been added.

@@ -108,7 +108,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             None is the value of `config`.
 
         Raises:
-          TypeError: an option that there is not.
+          TypeError: an unknown option.
           ValueError: something that cannot be decoded speculatively, an option without meaning
             here, a drafter of another vocabulary, or as for `load`.
         """

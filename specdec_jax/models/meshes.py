@@ -13,10 +13,10 @@ from specdec_jax.models import arguments
 
 
 def make_mesh(data: int = 1, model: int = 1) -> Mesh:
-    """Makes a mesh of `data · model` devices: the first ones, if there is one process with more.
+    """Makes a mesh of `data · model` devices; a single process with more uses its first ones.
 
     Raises:
-      ValueError: fewer devices than that, or with several processes another number.
+      ValueError: there are fewer devices, or with several processes not exactly as many.
     """
     for name, value in (("data", data), ("model", model)):
         arguments.check_integer(name, value, 1)

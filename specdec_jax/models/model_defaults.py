@@ -95,9 +95,9 @@ _OTHERS: dict[str, Any] = {
 class ModelDefaults:
     """How a model decodes where a call does not say otherwise; None says nothing.
 
-    The fields are transformers', with its meanings and its defaults for what is None. Lengths count
-    the start token and a decoder prefix, or the prompt, except those of new tokens. A field that
-    was read with the value of transformers' default is None.
+    The fields have transformers' names and meanings; None stands for transformers' default. Lengths
+    count the start token and a decoder prefix, or the prompt, except those of new tokens. If a file
+    has the value of transformers' default, the field is None.
 
     Attributes:
       max_length, max_new_tokens: the most tokens of a row; the second one counts if both are there.

@@ -96,8 +96,8 @@ class Policy:
     """The base class of policies.
 
     A policy's `state` holds what it keeps for each row, `[B]` or `[B, G]` arrays. A policy is a
-    frozen dataclass. Its fields that are declared by `number` are traced, and hold an array `[B]`
-    where the methods that follow are called; all other fields are static and hashable.
+    frozen dataclass. Its fields that are declared by `number_field` are traced, and hold an array
+    `[B]` in the methods below; all other fields are static and hashable.
 
     Attributes:
       maximum: G, the most tokens, or nodes of a tree, drafted in one iteration; static.
@@ -123,7 +123,7 @@ class Policy:
 
     @classmethod
     def numbers(cls) -> dict[str, tuple[float, float, bool]]:
-        """Returns the ranges of the fields that `number` declares: least, most, whether below."""
+        """Returns the ranges of the fields by `number_field`: least, most, whether below."""
         fields = {field.name: field.metadata for field in dataclasses.fields(cls)}
         return {name: data["range"] for name, data in fields.items() if "range" in data}
 
@@ -163,7 +163,7 @@ class Policy:
             raise ValueError(f"gamma: got {got}, expected a dataclasses.dataclass")
         if jax.tree_util.all_leaves([self]):
             jax.tree_util.register_pytree_node_class(cls)
-        expected = "a hashable value (or numbers, by `number`)"
+        expected = "a hashable value (or numbers, by `number_field`)"
         for name in cls._names(traced=False):
             try:
                 hash(getattr(self, name))

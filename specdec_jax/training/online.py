@@ -112,10 +112,10 @@ def _encode(network: Network, inputs: jax.Array) -> jax.Array:
 class OnlineDistillation:
     """Trains a model drafter on finished outputs while it drafts others (Liu et al. 2024, OSD).
 
-    It is a `Learner`: `decode_stream(…, learner=…)` calls `saw` and `learn`. An own loop does so
-    itself: `generate(…, drafter=learner.drafter)`, keep the result, `learner.saw(…)`,
+    It is a `Learner`: `decode_stream(…, learner=…)` calls `saw` and `learn`. A loop of your own
+    calls `generate(…, drafter=learner.drafter)`, keeps the result, and calls `learner.saw(…)` and
     `learner.learn()`. Whatever the drafter learns, the output distribution is the target's; above
-    temperature 0 with `verifier="gumbel"`, which is the only one there (`Drafter.remembers`).
+    temperature 0 `verifier="gumbel"` is needed (`Drafter.remembers`).
 
     The labels are the output's tokens. At temperature 0 they are the target's argmax; above, draws
     from its distribution, whose cross-entropy has the gradient of the forward divergence on
@@ -124,10 +124,10 @@ class OnlineDistillation:
 
     It learns for at most a share of the time. Compilation is not counted; a shape is compiled only
     if this share of the time left is at least 5 seconds, or what the last compilation took. After
-    20 updates it compares its right tokens with those of the drafter that it began with, on the
-    outputs of the last 20 updates before they were learnt. It ends when the mean difference plus
-    two standard errors, for each update, would save less time over the outputs left than an update
-    takes. If even that is below 0, the first weights are used again.
+    20 updates it counts the tokens that it predicts, and those that the drafter it began with
+    predicts, on the outputs of the last 20 updates, before it learns from them. It ends when the
+    mean gain per update plus two standard errors would save less time, over the outputs left, than
+    an update takes. If even that is below 0, it restores the first weights.
 
     Attributes:
       updates, outputs: number of updates, and of outputs that were seen.

@@ -172,14 +172,14 @@ def test_a_file_decodes_what_the_options_decode(models, suffix, tmp_path):
 
 
 WRONG_FILES = {
-    "unknown.json": ('{"gama": 3}', "gama: got a field that there is not; did you mean 'gamma'"),
+    "unknown.json": ('{"gama": 3}', "gama: got an unknown field; did you mean 'gamma'"),
     "range.json": ('{"num_samples": 0}', "num_samples: got 0, expected an integer"),
     "policy.json": ('{"gamma": {"policy": "best"}}', "gamma: got policy 'best', expected one of"),
     "sampling.json": ('{"sampling": {"heat": 1}}', "sampling: got heat, expected fields of"),
     "inner.json": ('{"sampling": {"top_p": 2}}', "sampling: top_p: got 2, expected"),
     "tree.json": ('{"tree": "x:1"}', "tree: got 'x:1', expected widths"),
     "list.json": ("[3]", "got .* expected"),
-    "unknown.gin": ("generation_config.GenerationConfig.gama = 3", "gama: got a field that"),
+    "unknown.gin": ("generation_config.GenerationConfig.gama = 3", "gama: got an unknown field"),
     "range.gin": ("generation_config.GenerationConfig.deadline = -1", "deadline: got -1, expected"),
     "other.gin": ("train.run.steps = 3", "train.run: got bindings of it, expected those of"),
     "macro.gin": ("generation_config.GenerationConfig.gamma = %X", "gamma: got @%X, expected"),
