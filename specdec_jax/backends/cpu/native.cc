@@ -223,7 +223,7 @@ constexpr int kWide = kParts == 1 ? 4 : 1;
 
 // Tiles of AMX: 16 rows of 64 bytes. Rows of inputs are whole tiles then, one after the other.
 constexpr int kTileRows = 16, kTileBytes = 64, kTile = kTileRows * kTileBytes, kTilePanels = 2, kSums = kTileRows * kPanel;
-constexpr int kTilesAhead = 4, kTiledFrom = 5;  // rows: fewer wait for the memory anyway
+constexpr int kTilesAhead = 4, kTiledFrom = 9;  // rows: fewer wait for the memory anyway
 #ifdef SPECDEC_TILES
 // The tiles of a thread while this lives: six of at most so many rows for sums and inputs, two for weights.
 struct Tiles {
