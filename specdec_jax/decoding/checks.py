@@ -230,7 +230,7 @@ def _spread_over_rows(name: str, array: np.ndarray, batch: int) -> np.ndarray:
     if array.ndim and array.shape != (batch,):
         expected = f"one or {batch} (one per input)"
         raise ValueError(f"{name}: got {array.size} values, expected {expected}")
-    return np.broadcast_to(array, (batch,))
+    return np.full(batch, array)
 
 
 def check_limits(sampling: SamplingConfig, limits: np.ndarray, samples: int) -> None:
