@@ -221,7 +221,7 @@ def check_per_row(name: str, value: Any, batch: int, least: int, most: int) -> n
     """
     expected = f"an integer from {least} to {most}"
     array = arguments.check_numbers(name, value, expected, whole=True)
-    if np.any((array < least) | (array > most)):
+    if ((array < least) | (array > most)).any():
         raise ValueError(f"{name}: got {value}, expected {expected}")
     return _spread_over_rows(name, array.astype(np.int32), batch)
 

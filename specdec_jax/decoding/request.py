@@ -236,8 +236,9 @@ class Plan:
         else:
             inputs = pad(inputs, width)
         repeat = functools.partial(np.repeat, repeats=self.samples, axis=0)
+        row_inputs = repeat(chosen)
         sampling, settings, gamma, policy, draft_sampling = jax.tree.map(
-            lambda values: repeat(np.asarray(values)[chosen]),
+            lambda values: np.asarray(values)[row_inputs],
             (self.rows, self.settings, self.gammas, self.policy, self.draft_rows),
         )
         ends = repeat(prefix_lengths + self.limits[chosen])
