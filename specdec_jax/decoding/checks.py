@@ -221,7 +221,7 @@ def check_per_row(name: str, value: Any, batch: int, least: int, most: int) -> n
     """
     expected = f"an integer from {least} to {most}"
     array = arguments.check_numbers(name, value, expected, whole=True)
-    if np.any((array < least) | (array > most)):
+    if ((array < least) | (array > most)).any():
         raise ValueError(f"{name}: got {value}, expected {expected}")
     return _spread_over_rows(name, array.astype(np.int32), batch)
 
@@ -230,7 +230,7 @@ def _spread_over_rows(name: str, array: np.ndarray, batch: int) -> np.ndarray:
     if array.ndim and array.shape != (batch,):
         expected = f"one or {batch} (one per input)"
         raise ValueError(f"{name}: got {array.size} values, expected {expected}")
-    return np.broadcast_to(array, (batch,))
+    return np.full(batch, array)
 
 
 def check_limits(sampling: SamplingConfig, limits: np.ndarray, samples: int) -> None:

@@ -41,6 +41,7 @@ from specdec_jax.decoding.results import (
     Stats,
     collect,
     describe_output,
+    read_arrays,
     read_state,
 )
 from specdec_jax.models import arguments
@@ -373,7 +374,7 @@ def _decode_queue(
             yield from deliver(*finished)  # while the device is busy
         if plan.stop:
             state = mark_stopped(target, state, starts, plan.stop)
-        over = np.flatnonzero(jax.device_get(state.done) & (owners >= 0))
+        over = np.flatnonzero(read_arrays(state.done) & (owners >= 0))
         finished = (owners[over], read_state(state, over)) if len(over) else None
         owners[over] = -1
     if finished is not None:

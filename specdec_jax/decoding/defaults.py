@@ -18,6 +18,7 @@ from specdec_jax.speculative.sampling import SamplingConfig
 
 MAX_NEW_TOKENS = 64
 _NONE = ModelDefaults()
+_ARGMAX = SamplingConfig()  # made once: its checks would take the time of decoding a token
 # Arguments of `generate` that belong to a beam search, and are fields of a `ModelDefaults` too.
 _OF_SEARCH = ("length_penalty", "early_stopping", "num_return_sequences")
 
@@ -136,7 +137,7 @@ def fill_sampling(
         return given
     changes = {} if given is None else dict(given.fields)
     if defaults == _NONE:
-        return SamplingConfig(**changes)
+        return SamplingConfig(**changes) if changes else _ARGMAX
     words = [
         word for word in defaults.bad_words_ids or () if len(word) > 1 or word[0] not in eos_ids
     ]

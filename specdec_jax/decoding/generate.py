@@ -25,7 +25,7 @@ from specdec_jax.decoding.generation_config import (
 from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.decoding.request import Plan, Request
 from specdec_jax.decoding.request import plan as plan_request
-from specdec_jax.decoding.results import GenerationResult, collect, finish
+from specdec_jax.decoding.results import GenerationResult, collect, finish, read_arrays
 from specdec_jax.decoding.stop import find_stop
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
@@ -200,7 +200,7 @@ def decode_plan(
     plan: Plan, numbers: Sequence[int] | None = None, max_iterations: np.int32 = FOREVER
 ) -> Committed:
     """Returns what inputs have committed after at most `max_iterations`, in one device call."""
-    return jax.device_get(_decode(*plan.arguments(numbers), max_iterations))
+    return read_arrays(_decode(*plan.arguments(numbers), max_iterations))
 
 
 def advance_by(
@@ -215,7 +215,7 @@ def advance_by(
         if request.stop:
             state = mark_stopped(target, state, request.prefix_lengths, request.stop)
         yield state
-        if every == FOREVER or np.all(jax.device_get(state.done)):
+        if every == FOREVER or np.all(read_arrays(state.done)):
             return
         if request.deadline and time.monotonic() - start_time > request.deadline:
             return
@@ -228,7 +228,7 @@ def mark_stopped(
 
     `starts [B]` is the number of tokens in each row's start token and prefix.
     """
-    lengths, done, tokens = jax.device_get((state.lengths, state.done, state.tokens))
+    lengths, done, tokens = read_arrays((state.lengths, state.done, state.tokens))
     met = [
         find_stop(target.vocabulary, tokens[row, start : lengths[row]].tolist(), stop) is not None
         for row, start in enumerate(starts)

@@ -99,9 +99,9 @@ def as_ids(
     config = target.config
     vocab_size = config.input_vocab_size if framed else config.vocab_size
     inside = np.arange(array.shape[1]) < lengths[:, None]
-    wrong = np.argwhere(inside & ((array < 0) | (array >= vocab_size)))
-    if len(wrong):
-        row, place = wrong[0]
+    wrong = inside & ((array < 0) | (array >= vocab_size))
+    if wrong.any():
+        row, place = np.argwhere(wrong)[0]
         which = f"({name} {row}: id {array[row, place]})"
         expected = f"expected 0 to {vocab_size - 1}"
         raise ValueError(f"{whole}: got ids outside the vocabulary, {expected} {which}")
@@ -210,7 +210,9 @@ def decoder_tokens(
 
 def pad(tokens: np.ndarray, width: int) -> np.ndarray:
     """Returns `tokens [B, L]` cut or padded with 0 to `[B, width]`."""
-    return np.pad(tokens[:, :width], ((0, 0), (0, max(0, width - tokens.shape[1]))))
+    padded = np.zeros((len(tokens), width), tokens.dtype)
+    padded[:, : tokens.shape[1]] = tokens[:, :width]
+    return padded
 
 
 def _choose_encoder(target: LanguageModel, vocabulary: Vocabulary) -> Callable[[str], list[int]]:

@@ -42,11 +42,13 @@ def plan_decoding(
     """
     config, data = split_options(config, options)
     defaults = read_defaults(target, config.generation_config)
-    given = {name: getattr(config, name) for name in BEAM_FIELDS}
+    given = {name: value for name in BEAM_FIELDS if (value := getattr(config, name)) is not None}
     beams = check_beam_options(**fill_search(defaults, given))
-    unset: dict[str, Any] = dict.fromkeys(BEAM_FIELDS)
-    defaults = defaults.replace(num_beams=None)
-    others = dataclasses.replace(config, generation_config=defaults, **unset)
+    others = config
+    if given or beams is not None:
+        unset: dict[str, Any] = dict.fromkeys(BEAM_FIELDS)
+        defaults = defaults.replace(num_beams=None)
+        others = dataclasses.replace(config, generation_config=defaults, **unset)
     if beams is None:
         return plan_request(target, inputs, config=others, batch_size=batch_size, **data._asdict())
     try:

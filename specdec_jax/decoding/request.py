@@ -236,8 +236,9 @@ class Plan:
         else:
             inputs = pad(inputs, width)
         repeat = functools.partial(np.repeat, repeats=self.samples, axis=0)
+        row_inputs = repeat(chosen)
         sampling, settings, gamma, policy, draft_sampling = jax.tree.map(
-            lambda values: repeat(np.asarray(values)[chosen]),
+            lambda values: np.asarray(values)[row_inputs],
             (self.rows, self.settings, self.gammas, self.policy, self.draft_rows),
         )
         ends = repeat(prefix_lengths + self.limits[chosen])
@@ -492,5 +493,6 @@ def _resolve_auto(gamma: Any, target: LanguageModel, drafter: Drafter | None) ->
 def _stop_ids(eos_ids: Sequence[int], batch: int) -> np.ndarray:
     """Returns the EOS ids `[B, E]`, padded with −1 to a multiple of 4, so that few E compile."""
     width = max(4, -(-len(eos_ids) // 4) * 4)
-    ids = np.array([*eos_ids, *[-1] * (width - len(eos_ids))], np.int32)
-    return np.broadcast_to(ids, (batch, width))
+    ids = np.full((batch, width), -1, np.int32)
+    ids[:, : len(eos_ids)] = eos_ids
+    return ids

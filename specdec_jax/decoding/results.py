@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from specdec_jax.speculative.beam_search import BeamConfig
 from specdec_jax.speculative.state import Counts, DecodeState
 from specdec_jax.speculative.strategy import Committed
 
+Tree = TypeVar("Tree")
 _SHOWN = 10  # the most rows of a result that are printed
 
 
@@ -153,9 +154,16 @@ def describe_output(
     return f"{quote_value(what)} ({reason}{', ' * bool(reason)}{number}{scored})"
 
 
+def read_arrays(arrays: Tree) -> Tree:
+    """Returns a pytree of JAX arrays on the host; on a CPU they are views of the same memory."""
+    (device, *_) = jax.tree.leaves(arrays)[0].devices()
+    # `device_get` starts copies that overlap, which on a CPU takes longer than all of the reading.
+    return jax.tree.map(np.asarray, arrays) if device.platform == "cpu" else jax.device_get(arrays)
+
+
 def read_state(state: DecodeState, rows: np.ndarray | None = None) -> Committed:
     """Returns on the host what all rows of a state have committed, or a copy for `rows` only."""
-    committed = jax.device_get(state.config.strategy.read(state))
+    committed = read_arrays(state.config.strategy.read(state))
     return committed if rows is None else jax.tree.map(lambda leaf: leaf[rows], committed)
 
 
@@ -186,7 +194,8 @@ def collect(
     committed = ends - starts
     # A row with a long prefix and a small limit of its own has fewer slots than the widest row.
     slots = np.minimum(starts[:, None] + columns, tokens.shape[1] - 1)
-    tokens = np.take_along_axis(tokens, slots, axis=1)
+    places = np.arange(len(slots))[:, None], slots
+    tokens = tokens[places]
     reasons = _finish_reasons(tokens, committed, done, request)
     lengths, texts = committed.copy(), None
     lost = [row for row, error in enumerate(errors) if error is not None and not error.by_drafter]
@@ -202,8 +211,7 @@ def collect(
     # Under argmax the sampled distribution is one-hot: every chosen token has log-probability 0.
     adjusted = np.zeros_like(log_probs) if adjusted is None else adjusted
     log_probs, adjusted = (
-        np.where(valid, np.take_along_axis(values, slots, axis=1), np.float32(0))
-        for values in (log_probs, adjusted)
+        np.where(valid, values[places], np.float32(0)) for values in (log_probs, adjusted)
     )
     tokens = np.where(valid, tokens, np.int32(0))
     if target.vocabulary is not None:
@@ -236,7 +244,7 @@ def _find_errors(
             for number, token in zip(request.inputs, state.search.failed)
         ]
     found: list[NonFiniteLogitsError | None] = [None] * len(state.lengths)
-    for (row,) in np.argwhere(state.draft_failed):
+    for row in np.flatnonzero(state.draft_failed):
         token = int(state.draft_failed[row] - request.prefix_lengths[row])
         assert request.drafter is not None
         found[row] = NonFiniteLogitsError(
@@ -244,8 +252,8 @@ def _find_errors(
         )
     slots = np.arange(state.tokens.shape[1])
     committed = (slots >= request.prefix_lengths[:, None]) & (slots < state.lengths[:, None])
-    wrong = np.argwhere(committed & ~np.isfinite(state.log_probs))
-    for row, slot in wrong[::-1]:  # the first of a row last
+    rows, wrong = np.nonzero(committed & ~np.isfinite(state.log_probs))
+    for row, slot in zip(rows[::-1], wrong[::-1]):  # the first of a row last
         token = int(slot - request.prefix_lengths[row])
         found[row] = NonFiniteLogitsError(source, int(request.inputs[row]), token)
     return found
@@ -273,12 +281,12 @@ def make_stats(counts: Counts, new_tokens: np.ndarray, token_by_token: bool) -> 
       token_by_token: whether tokens were verified one by one, so that they have an acceptance rate.
     """
     # In the order of the fields; `tree.map` for each row would take the time of decoding a token.
-    leaves = (getattr(counts, field.name) for field in dataclasses.fields(counts))
+    leaves = [getattr(counts, field.name) for field in dataclasses.fields(counts)]
     per_row = tuple(
         _make_row_stats(Counts(*row), number, token_by_token)
         for *row, number in zip(*leaves, new_tokens, strict=True)
     )
-    total = jax.tree.map(lambda leaf: leaf.sum(axis=0), counts)
+    total = Counts(*(leaf.sum(axis=0) for leaf in leaves))
     return _make_row_stats(total, new_tokens.sum(), token_by_token)._replace(per_row=per_row)
 
 

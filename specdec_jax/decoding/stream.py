@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
@@ -13,7 +12,7 @@ from specdec_jax.decoding.generate import FOREVER, advance_by
 from specdec_jax.decoding.generation_config import ConfigOrPath, document_options, split_options
 from specdec_jax.decoding.request import Request
 from specdec_jax.decoding.request import plan as plan_request
-from specdec_jax.decoding.results import NonFiniteLogitsError, collect
+from specdec_jax.decoding.results import NonFiniteLogitsError, collect, read_arrays
 from specdec_jax.decoding.stop import count_visible
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
@@ -87,7 +86,7 @@ def _yield_pieces(
 ) -> Iterator[Piece]:
     vocabulary, sent, closed = target.vocabulary, [0] * len(request.prefix_lengths), set()
     for state in advance_by(target, state, request, every, start_time):
-        tokens, lengths, done = jax.device_get((state.tokens, state.lengths, state.done))
+        tokens, lengths, done = read_arrays((state.tokens, state.lengths, state.done))
         for row, start in enumerate(request.prefix_lengths):
             if done[row]:
                 continue

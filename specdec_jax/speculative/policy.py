@@ -148,7 +148,7 @@ class Policy:
             if value.ndim and value.shape != (batch,):
                 expected = f"one or {batch} (one per input)"
                 raise ValueError(f"{name}: got {value.size} values, expected {expected}")
-            values[name] = np.broadcast_to(value, (batch,))
+            values[name] = np.full(batch, value)
         # Not by its constructor, which would check all fields again for every request.
         policy = copy.copy(self)
         for name, value in values.items():

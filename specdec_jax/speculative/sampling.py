@@ -126,7 +126,7 @@ class SamplingConfig:
             if value.ndim and value.shape != (batch,):
                 expected = f"one or {batch} (one per input)"
                 raise ValueError(f"{name}: got {value.size} values, expected {expected}")
-            values[name] = np.broadcast_to(value, (batch,))
+            values[name] = np.full(batch, value)
         for token in (token for sequence in self.forbidden_sequences for token in sequence):
             _check("forbidden_sequences", token, vocab_size)
         bias = self._bias(vocab_size) if self.mode.bias else None

@@ -233,9 +233,10 @@ def test_bad_arguments_are_rejected_at_the_call(change, message):
     assert compilations(call) == 0
 
 
-def test_a_copy_of_rows_outlives_the_state():
+@pytest.mark.parametrize("rows", (None, [2]))
+def test_what_was_read_outlives_the_state(rows):
     state, _ = sd.prepare(TARGET, INPUTS[1:4], max_new_tokens=5)
-    kept = read_state(state, [2])
+    kept = read_state(state, rows)
     before = jax.tree.map(np.copy, kept)
     sd.advance(TARGET.network, None, state, np.int32(3))
     jax.tree.map(np.testing.assert_array_equal, kept, before)
