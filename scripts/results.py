@@ -11,8 +11,9 @@ timed, or a drafter has to be trained first, a stage is left out if another mach
 Almost everything is decoded with the bundled pair; the ways of decoding of one table take turns,
 sentence by sentence. The record is `results/PROCESSOR.json` beside this script; it is rewritten
 after every stage, and a run that was killed resumes with the stages that its record lacks. A stage
-that cannot run is recorded with the reason, and the others follow. Then the tables between `<!-- results: STAGE TEXT -->` and `<!-- end -->` in all pages are rendered: a
-row is a way of decoding, a column is a machine.
+that cannot run is recorded with the reason, and the others follow. Then the tables between
+`<!-- results: STAGE TEXT -->` and `<!-- end -->` in all pages are rendered: a row is a way of
+decoding, a column is a machine.
 
 DATA has a folder for each text, `ende/test.tsv.gz` for example, as the model card of the bundled
 pair describes them; the text `sentences` comes with the package. CTranslate2 and transformers
