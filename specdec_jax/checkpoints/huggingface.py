@@ -140,7 +140,8 @@ def _rename_flax(parameters: Parameters) -> Parameters:
     for name, tensor in parameters.items():
         *parents, last = name.split("/")
         tensor = tensor.transposed() if last == "kernel" else tensor
-        tensors[".".join([*parents, "bias" if last == "bias" else "weight"])] = tensor
+        last = "weight" if last in ("kernel", "embedding", "scale") else last
+        tensors[".".join([*parents, last])] = tensor
     return tensors
 
 

@@ -70,9 +70,11 @@ def run(options: CountOptions) -> None:
     pairs = [pair for path in options.input_file for pair in _read_pairs(path)]
     size = min(vocabulary.size, config.vocab_size)
     if options.suffix:
-        before = [] if config.decoder_only else [start_token]
+        before, encode = [start_token], vocabulary.encode_input
+        if config.decoder_only:  # a prompt has no EOS
+            before, encode = [], vocabulary.encode_prompt
         texts = [
-            vocabulary.encode_input(source) * bool(source)
+            (encode(source) if source else [])
             + before
             + _encode_output(vocabulary, output, config.decoder_only)
             for source, output in track(pairs, len(pairs), "lines")

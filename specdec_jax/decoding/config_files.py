@@ -107,12 +107,12 @@ def to_plain(name: str, value: Any) -> Any:
         return {key: to_plain(key, getattr(value, key)) for key in own} | _changed_fields(value)
     if isinstance(value, ModelDefaults):
         return value.written()
+    if hasattr(value, "tolist"):  # first: NumPy's float64 is a float, but gin cannot read its repr
+        return np.asarray(value).tolist()
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
         return {str(key): to_plain(name, one) for key, one in value.items()}
-    if hasattr(value, "tolist"):
-        return np.asarray(value).tolist()
     if isinstance(value, list | tuple):
         return [to_plain(name, one) for one in value]
     raise ValueError(f"{name}: got {quote_value(value)}, which no file can hold")

@@ -29,7 +29,8 @@ from specdec_jax.speculative.drafter import Drafter, TreeDrafter
 from specdec_jax.speculative.iteration import write
 from specdec_jax.speculative.policy import Policy
 from specdec_jax.speculative.state import DecodeState, Draft, Scored, make_prefixes
-from specdec_jax.speculative.tree_iteration import TreeDecoding, apply_to_draft, take_path
+from specdec_jax.speculative.tree_iteration import TreeDecoding, apply_to_draft
+from specdec_jax.speculative.verifiers import pick
 
 
 class TreeNode(NamedTuple):
@@ -264,7 +265,7 @@ def _advance_tree(
     )
     parents, path, accepted = draft.branches.parents, verified.path, verified.num_accepted
     above = jnp.maximum(parents, 0)
-    dist = Categorical(take_path(dist.logits, above), take_path(dist.log_normalizer, above))
+    dist = Categorical(pick(dist.logits, above), pick(dist.log_normalizer, above))
     p = jnp.exp(dist.log_prob(jnp.maximum(draft.tokens, 0)))
     q = jnp.full(p.shape, jnp.nan) if draft.log_q is None else jnp.exp(draft.log_q)
     return after, _SeenTree(draft.tokens, parents, draft.valid, path, accepted, p, q)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from specdec_jax.backends.tree_positions import Nodes
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.beam_iteration import score_nodes
-from specdec_jax.speculative.beam_search import BeamState, pick
+from specdec_jax.speculative.beam_search import BeamState
 from specdec_jax.speculative.beam_tree import BeamTree
+from specdec_jax.speculative.verifiers import pick
 
 
 def draft_levels(

@@ -134,7 +134,8 @@ def draft_part(
 
     A model's draft may take steps whether or not tokens are wanted (`draft_in_pairs`).
     """
-    if isinstance(part, DrafterPair) or not (part.encoders or part.reads_states):
+    has_model = isinstance(part, ModelDrafter) or part.encoders or part.reads_states
+    if isinstance(part, DrafterPair) or not has_model:
         return part.draft(draft_state, state, num_wanted)
     draft_state = part.rewind(draft_state, state.lengths)
     _, shapes = jax.eval_shape(part.draft, draft_state, state, num_wanted)

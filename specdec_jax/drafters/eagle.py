@@ -33,7 +33,7 @@ from specdec_jax.models.network import Network
 from specdec_jax.speculative.drafter import check_model
 from specdec_jax.speculative.prefill import fill_cache
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
-from specdec_jax.speculative.tree_iteration import take_path
+from specdec_jax.speculative.verifiers import pick
 
 
 class EagleState(NamedTuple):
@@ -262,7 +262,7 @@ class EagleDrafter(NetworkDrafter):
                 return own, carry
             lines = jnp.asarray(level.lines, jnp.int32)
             lines = jnp.broadcast_to(lines, (*level.tokens.shape, lines.shape[-1]))
-            before = take_path(own, lines[..., level.depth - 1])
+            before = pick(own, lines[..., level.depth - 1])
             nodes = WindowNodes(origins + level.first, origins, level.depths, lines, slots)
             new, cache = self.network.decode_nodes(
                 level.tokens, before, nodes, cache, level.valid, own=True

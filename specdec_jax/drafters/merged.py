@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.drafters.cascade import DrafterPair, PairState
+from specdec_jax.drafters.cascade import DrafterPair, PairState, any_part_property
 from specdec_jax.drafters.drafting import fold_part_keys
 from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.drafter import TreeDrafter
@@ -41,7 +41,7 @@ class MergedDrafter(DrafterPair, TreeDrafter):
         }
     )
 
-    reads_nodes: ClassVar[Any] = property(lambda self: any(p.reads_nodes for p in self.parts))
+    reads_nodes: ClassVar[Any] = any_part_property("reads_nodes")
 
     def __init__(self, first: TreeDrafter, second: TreeDrafter):
         """Merges two drafters of trees.

@@ -25,7 +25,7 @@ from specdec_jax.models import arguments
 _FORMAT = "specdec_jax n-gram table, version 1"
 ARRAYS = "parents", "extras", "starts", "next_tokens", "counts", "unigram"
 NUMBERS = "vocab_size", "order", "start_token", "continuations"
-_MAX_ORDER = 16
+_MAX_ORDER, _MAX_CONTINUATIONS = 16, 2**20
 # The errors that reading somebody else's archive may raise. numpy parses an array's header as
 # Python source.
 _UNREADABLE = (
@@ -57,7 +57,7 @@ def count_contexts(
     """
     arguments.check_integer("vocab_size", vocab_size, 1, 2**31 - 1)
     arguments.check_integer("order", order, 1, _MAX_ORDER)
-    arguments.check_integer("continuations", continuations, 1, 2**20)
+    arguments.check_integer("continuations", continuations, 1, _MAX_CONTINUATIONS)
     if not arguments.is_integer(start_token) or not 0 <= start_token < vocab_size:
         got = arguments.quote(start_token)
         raise ValueError(f"start_token: got {got}, expected an id from 0 to {vocab_size - 1}")
@@ -177,11 +177,12 @@ def _is_sound(arrays: Sequence[np.ndarray], numbers: Sequence[int]) -> bool:
         return False
     if not (len(next_tokens) == len(counts) == starts[-1] and starts[0] == 0):
         return False
-    if not (1 <= order <= _MAX_ORDER and 0 <= start_token < vocab_size and continuations >= 1):
+    if not (1 <= order <= _MAX_ORDER and 0 <= start_token < vocab_size):
         return False
     kept, key = np.diff(starts), parents.astype(np.int64) * 2**31 + extras
     return bool(
-        np.all((1 <= kept) & (kept <= continuations))
+        1 <= continuations <= _MAX_CONTINUATIONS
+        and np.all((1 <= kept) & (kept <= continuations))
         and np.all((0 <= parents) & (parents < np.arange(1, len(parents) + 1)))
         and np.all(np.diff(key) > 0)
         and np.all((0 <= next_tokens) & (next_tokens < vocab_size))

@@ -13,6 +13,7 @@ from specdec_jax.drafters.continuations import (
     Found,
     StoredDrafter,
     Texts,
+    check_copying,
     compare_endings,
     follow_passages,
     last_ids,
@@ -25,6 +26,7 @@ from specdec_jax.drafters.sorted_text import (
     read_ids,
 )
 from specdec_jax.models import arguments
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState
 from specdec_jax.tokenizers.vocabularies import Vocabulary
@@ -144,6 +146,10 @@ class SuffixDrafter(StoredDrafter):
     @property
     def name(self) -> str:
         return "suffix"
+
+    def check(self, target: LanguageModel) -> None:
+        super().check(target)
+        check_copying(target, type(self).__name__)
 
     def identity(self) -> tuple[list[Any], Any]:
         # With the checksum; what a job adds decides no output.

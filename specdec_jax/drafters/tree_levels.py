@@ -19,8 +19,9 @@ from specdec_jax.speculative.policy import DraftSignals
 from specdec_jax.speculative.state import DecodeState
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_growth import choose_children
-from specdec_jax.speculative.tree_iteration import apply_to_nodes, node_sequences, take_path
+from specdec_jax.speculative.tree_iteration import apply_to_nodes, node_sequences
 from specdec_jax.speculative.trees import DynamicTree, Tree
+from specdec_jax.speculative.verifiers import pick
 
 
 class Level(NamedTuple):
@@ -327,7 +328,7 @@ def _grow(
 
 def _pick(values: jax.Array, which: np.ndarray | jax.Array) -> jax.Array:
     """Returns the entries `which`, `[J]` or `[B, J]`, of `values [B, C, …]`."""
-    return values[:, which] if which.ndim == 1 else take_path(values, jnp.asarray(which))
+    return values[:, which] if which.ndim == 1 else pick(values, jnp.asarray(which))
 
 
 def _put(values: jax.Array, which: jax.Array, new: jax.Array) -> jax.Array:

@@ -29,13 +29,13 @@ from specdec_jax.speculative.beam_search import (
     BeamConfig,
     BeamState,
     Candidates,
-    pick,
     sort_hypotheses,
     step,
 )
 from specdec_jax.speculative.beam_tree import BeamTree, make_root_tree
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.strategy import Committed, SearchOutcome
+from specdec_jax.speculative.verifiers import pick
 
 
 class BeamSearch:

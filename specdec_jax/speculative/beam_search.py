@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from specdec_jax.speculative.sampling import SamplingMode, SamplingRows
 from specdec_jax.speculative.state import Counts
+from specdec_jax.speculative.verifiers import pick
 
 STYLES = ("t5x", "huggingface")
 # The amount by which the score of a hypothesis that does not count is lowered, as the originals do
@@ -175,13 +176,6 @@ class Candidates(NamedTuple):
     def pick(self, which: jax.Array) -> "Candidates":
         """Returns the continuations of the sequences with the numbers `which [B, J]`."""
         return jax.tree.map(lambda x: pick(x, which), self)
-
-
-def pick(values: jax.Array, which: jax.Array) -> jax.Array:
-    """Returns `values[b, which[b, j]]`, `[B, J, …]`."""
-    return jnp.take_along_axis(
-        values, which.reshape(*which.shape, *[1] * (values.ndim - 2)), axis=1
-    )
 
 
 def make_first_hypotheses(

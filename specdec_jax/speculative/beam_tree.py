@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.backends.tree_positions import Nodes, node_paths
-from specdec_jax.speculative.beam_search import BeamState, pick
+from specdec_jax.speculative.beam_search import BeamState
+from specdec_jax.speculative.verifiers import pick
 
 
 class BeamTree(NamedTuple):

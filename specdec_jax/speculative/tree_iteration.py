@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from specdec_jax.backends.axes import PerRow, Tokens
 from specdec_jax.backends.sharding import constrain_sharding
@@ -41,6 +41,7 @@ from specdec_jax.speculative.tree_verifiers import (
     walk_greedy,
 )
 from specdec_jax.speculative.verifier import Verification, check_verification
+from specdec_jax.speculative.verifiers import pick
 
 
 class Watched(NamedTuple):
@@ -92,18 +93,18 @@ class TreeDecoding(ChainDecoding):
             verified = walk_greedy(argmax, draft)
 
             def log_prob(new: jax.Array):
-                return take_path(log_probs, verified.path)
+                return pick(log_probs, verified.path)
         else:
             logits = target.head(states, draft.valid)
             verified, dist = verify_tree(state, draft, logits)
             argmax = distributions.argmax(logits)
             log_prob = distributions.log_prob_under(  # type: ignore[assignment]
-                take_path(logits, verified.path), target.skips_padding
+                pick(logits, verified.path), target.skips_padding
             )
-            adjusted = dist and Categorical(*(take_path(part, verified.path) for part in dist))
+            adjusted = dist and Categorical(*(pick(part, verified.path) for part in dist))
         path = verified.path
         chain = Draft(
-            take_path(tokens, path)[:, 1:],
+            pick(tokens, path)[:, 1:],
             _count_examined(draft, verified),
             None,
             draft.calls,
@@ -133,20 +134,13 @@ class TreeDecoding(ChainDecoding):
         return constrain_sharding(after, target.rules), Watched(draft, states, verified)
 
 
-def take_path(
-    values: Shaped[Array, "B N ..."], path: Int[Array, "B D"]
-) -> Shaped[Array, "B D ..."]:
-    """Returns the entries of `values` for the nodes of each row's path."""
-    return jnp.take_along_axis(values, path.reshape(*path.shape, *[1] * (values.ndim - 2)), axis=1)
-
-
 def _score_path(nodes: ScoredNodes, num_new: PerRow) -> Scored:
     """Returns what the target returned along the accepted path, with the nodes beside it."""
 
     def take(values: jax.Array | None):
-        return None if values is None else take_path(values, nodes.path)
+        return None if values is None else pick(values, nodes.path)
 
-    tokens = take_path(jnp.maximum(nodes.draft.tokens, 0), nodes.path)
+    tokens = pick(jnp.maximum(nodes.draft.tokens, 0), nodes.path)
     return Scored(tokens, take(nodes.states), take(nodes.logits), num_new, nodes)
 
 

@@ -303,6 +303,12 @@ def take_at(values: Shaped[Array, "B N ..."], index: PerRow) -> Shaped[Array, "B
     return jnp.take_along_axis(values, index.reshape(-1, *[1] * (values.ndim - 1)), axis=1)[:, 0]
 
 
+def pick(values: Shaped[Array, "B N ..."], places: Int[Array, "B J"]) -> Shaped[Array, "B J ..."]:
+    """Returns the entries at the places `places[b]` of each row b of `values`."""
+    places = places.reshape(*places.shape, *[1] * (values.ndim - 2))
+    return jnp.take_along_axis(values, places, axis=1)
+
+
 def count_leading(accepted: Bool[Array, "B G"], num_drafted: PerRow) -> PerRow:
     """Counts the leading True of each row of `accepted`, at most `num_drafted`."""
     inside = jnp.arange(accepted.shape[1]) < num_drafted[:, None]

@@ -161,6 +161,17 @@ def test_files_hold_every_option(number, suffix, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["json", "gin"])
+def test_numbers_of_numpy_are_written_as_plain_ones(suffix, tmp_path):
+    """Its float64 is a float whose repr is no number."""
+    path, share = tmp_path / f"numbers.{suffix}", np.float64(0.5)
+    sampling = sd.SamplingConfig(temperature=share, top_p=[share, np.float32(0.25)])
+    sd.GenerationConfig(verifier="lenient", lenience=share, sampling=sampling).save(path)
+    found = sd.GenerationConfig.load(path)
+    assert (found.lenience, found.sampling.temperature) == (0.5, 0.5)
+    assert list(found.sampling.top_p) == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("suffix", ["json", "gin"])
 def test_a_file_decodes_what_the_options_decode(models, suffix, tmp_path):
     target, drafter = models
     path = tmp_path / f"generation.{suffix}"

@@ -97,10 +97,12 @@ def test_cascades_draft_to_the_last_slot(pairs, name):
 
 
 @pytest.mark.slow
-def test_a_model_that_rests_is_not_called(pairs):
+@pytest.mark.parametrize("kind, cost", [("unrelated", 0.1), ("int8", 4.0)])
+def test_a_model_that_rests_is_not_called(pairs, kind, cost):
     """The row takes turns: random tokens, and a model whose drafts are of two positions."""
     made, feed = [], Network.decode_states
-    best = sd.BestOf(sd.RandomDrafter(24), drafter("unrelated"), costs=(0.1, 0.1), margin=0)
+    model = sd.SelfDrafter(target()) if kind == "int8" else drafter(kind)
+    best = sd.BestOf(sd.RandomDrafter(24), model, costs=(0.1, cost), margin=0)
 
     def counted(self, tokens, *rest, **options):
         jax.debug.callback(made.append, tokens.shape[1], ordered=True)

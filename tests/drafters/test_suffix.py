@@ -5,19 +5,24 @@ import pathlib
 import sys
 import types
 
+import golden_languages
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from distribution_samples import g_test
+from golden_models import GOLDEN
 from suffix_texts import sort_texts
 from tiers import parametrize
 from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.checkpoints import converter
+from specdec_jax.commands import count
 from specdec_jax.drafters.continuations import Texts, follow_passages
-from specdec_jax.drafters.sorted_file import join_sequences, write_sorted
+from specdec_jax.drafters.sorted_file import join_sequences, map_text, write_sorted
 from specdec_jax.drafters.sorted_text import DEPTH, find_places, sort_places
+from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary
 
 pytestmark = pytest.mark.usefixtures("quick")
 slow = pytest.mark.slow
@@ -372,6 +377,26 @@ def test_arguments_are_checked(target):
 
 
 # --- Files ---
+
+
+@pytest.mark.parametrize("kind", ["gpt", "nllb"])
+def test_texts_of_a_command_are_those_that_rows_read(kind, tmp_path):
+    """A prompt has no EOS; where there is no source, nothing says its language."""
+    lines, path, folder = tmp_path / "lines.tsv", tmp_path / "a.suffix", tmp_path / "model"
+    if kind == "gpt":
+        vocabulary = SentencePieceVocabulary.load(GOLDEN / "hf_tokenizer" / "spiece.model")
+        config = sd.GPTConfig(vocabulary.size, 16, 2, 1, 32, num_positions=64)
+        ids = dict(start_token=1, eos_ids=vocabulary.eos_ids)
+        model = sd.LanguageModel.random(config, 0, vocabulary, **ids)
+        lines.write_text("The river\tis long.\n")
+        expected = [*vocabulary.encode_prompt("The river"), *vocabulary.encode("is long."), 1]
+    else:
+        model = golden_languages.make_model(kind, tmp_path / "files")
+        lines.write_text("The river\n")
+        expected = [model.start_token, *model.vocabulary.encode_output("The river")]
+    converter.save(model, folder)
+    count.run(count.CountOptions(str(folder), None, (str(lines),), suffix=True, output=str(path)))
+    assert np.asarray(map_text(path)[0].ids).tolist() == [*(token + 1 for token in expected), 0]
 
 
 @parametrize("vocab", [2**16, 2**16 - 1], first=1)

@@ -7,6 +7,7 @@ import json
 import shutil
 import tracemalloc
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,7 @@ from tiers import parametrize
 
 import specdec_jax as sd
 from specdec_jax.analysis.agreement import agreement
-from specdec_jax.checkpoints import huggingface_bart, native_format
+from specdec_jax.checkpoints import huggingface_bart, native_format, safetensors_files
 from specdec_jax.drafters.assisted import AssistedNGramDrafter
 from specdec_jax.models import parameters
 from specdec_jax.models.bart import BartConfig
@@ -349,11 +350,30 @@ def test_marians_tokenizer_is_transformers(tmp_path):
         huggingface_folders.open_folder(tmp_path, (0,))
 
 
+def test_flaxs_file_is_read(tmp_path):
+    """Flax's names of weights are those of their kinds; that of the logits' bias is its own."""
+    shutil.copytree(GOLDEN / "hf_bart" / "bart", tmp_path, dirs_exist_ok=True)
+    tensors = safetensors_files.open_folder(tmp_path)
+    tree = {}
+    for name, tensor in tensors.items():
+        *parents, last = name.split(".")
+        if last == "weight":
+            table = parents[-1].startswith(("embed_", "shared"))
+            last = "embedding" if table else "scale" if "norm" in parents[-1] else "kernel"
+        array = tensor.load("float32")
+        tree["/".join([*parents, last])] = array.T if last == "kernel" else array
+    content = flax.serialization.msgpack_serialize(parameters.unflatten(tree))
+    (tmp_path / "flax_model.msgpack").write_bytes(content)
+    (tmp_path / "model.safetensors").unlink()
+    found, expected = sd.load(tmp_path, "float32", say=lambda line: None), load("bart")
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+
+
 def test_ids_of_two_vocabularies_are_not_mixed_up():
     target = load("marian_separate")
     assert (target.config.input_vocab_size, target.config.vocab_size) == (48, 40)
     inputs = [[45, 5, 0]]  # 45 is an id of inputs alone
-    for drafter in (sd.PromptLookupDrafter(), AssistedNGramDrafter()):
+    for drafter in (sd.PromptLookupDrafter(), AssistedNGramDrafter(), sd.SuffixDrafter()):
         with pytest.raises(ValueError, match="expected one that does not copy: ids of inputs are"):
             sd.generate(target, inputs, drafter=drafter, gamma=2)
     with pytest.raises(ValueError, match="got ids outside the vocabulary, expected 0 to 47"):

@@ -456,6 +456,7 @@ for name, damage in {
     "order of numbers": table(order=SPARE),
     "order of text": table(order="x"),
     "order 1.5": table(order=1.5),
+    "continuations 10**12": table(continuations=10**12),
     "vocabulary": table(vocab_size=10**9),
     "starts": table(starts=SPARE),
     "huge starts": table(starts=np.array([0, 2**31 - 1])),
