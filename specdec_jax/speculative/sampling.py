@@ -205,7 +205,7 @@ def _check_forced_tokens(given: Any) -> Mapping[int, int] | tuple[Mapping[int, i
     """Returns one dictionary, or a tuple with one for each input; raises ValueError for others."""
     alone, expected = given is None or isinstance(given, Mapping), "a dictionary, or one per input"
     each = (given or {},) if alone else arguments.check_list("forced_tokens", given, expected)
-    if not all(isinstance(one, Mapping) for one in each):
+    if not each or not all(isinstance(one, Mapping) for one in each):
         raise ValueError(f"forced_tokens: got {arguments.quote(given)}, expected {expected}")
     for place in (place for one in each for place in one):
         if not arguments.is_integer(place) or not 0 <= place < 2**20:
