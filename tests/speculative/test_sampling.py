@@ -231,7 +231,7 @@ def test_a_token_is_forced_at_the_greatest_temperature(verifier):
         ),
         (dict(logit_bias={3: float("-inf")}), "logit_bias: got -inf for id 3"),
         (dict(logit_bias={3: "much"}), "logit_bias: got 'much' for id 3"),
-        (dict(forced_tokens=[]), r"forced_tokens: got \[\], expected a dictionary, or one per input"),
+        (dict(forced_tokens=[]), r"forced_tokens: got \[\], expected a dictionary, or one per"),
         (dict(forced_tokens={-1: 3}), "forced_tokens: got place -1, expected an integer from 0"),
         (dict(forced_tokens={0.5: 3}), "forced_tokens: got place 0.5"),
         (dict(forced_tokens={2**20: 3}), "forced_tokens: got place 1048576"),
