@@ -85,7 +85,7 @@ class Drafter:
     def draft(
         self, draft_state: Any, state: DecodeState, num_wanted: Int[Array, " B"]
     ) -> tuple[Any, Draft]:
-        """Drafts up to `num_wanted` tokens after each row's committed ones."""
+        """Drafts up to `num_wanted` tokens, ids below V, after each row's committed ones."""
         raise NotImplementedError
 
     def observe(self, draft_state: Any, state: DecodeState, scored: Scored) -> Any:
