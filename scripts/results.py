@@ -1,6 +1,6 @@
 """Measures the figures of the pages, stage by stage, and renders the pages' tables.
 
-    python scripts/results.py --data=DATA            # an hour on two cores
+    python scripts/results.py --data=DATA            # one hour on two fast cores, two on slow ones
     python scripts/results.py --data=DATA --quick    # ten minutes: the most important tables
     python scripts/results.py --render               # renders only
 

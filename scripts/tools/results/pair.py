@@ -208,9 +208,9 @@ def measure_drafters(settings: Settings) -> Rows:
             for name, (make, gamma) in drafters.items()
         }
         cases |= {} if temperature else list_trees(load_target("none"))
-        rows |= time_at(cases, settings, temperature, TEXTS, settings.choose(8, 2), alike=True)
+        rows |= time_at(cases, settings, temperature, TEXTS, settings.choose(6, 2), alike=True)
     if find_text(settings, "wikitext2"):
-        rows["edits T=0"] = time_edits(settings, settings.choose(8, 2), 8, COPYING)
+        rows["edits T=0"] = time_edits(settings, settings.choose(6, 2), 8, COPYING)
     return rows
 
 

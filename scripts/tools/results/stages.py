@@ -22,20 +22,20 @@ _OVER_PLAIN = "one sentence at a time, over plain"
 
 STAGES: dict[str, Stage] = {
     "pair": Stage(
-        "bundled pair, one sentence at a time", (3, 1.2), pair.measure_pair, format_speed
+        "bundled pair, one sentence at a time", (2.5, 0.9), pair.measure_pair, format_speed
     ),
-    "steps": Stage("one row", (2, 0.9), pair.measure_steps, format_step),
-    "texts": Stage(_OVER_PLAIN, (4, 0.7), pair.measure_texts, format_speed),
-    "drafters": Stage(_OVER_PLAIN, (10, 1.8), pair.measure_drafters, format_speed, format_brief),
+    "steps": Stage("one row", (2, 1), pair.measure_steps, format_step),
+    "texts": Stage(_OVER_PLAIN, (4, 0.8), pair.measure_texts, format_speed),
+    "drafters": Stage(_OVER_PLAIN, (9, 2.2), pair.measure_drafters, format_speed, format_brief),
     "policies": Stage(_OVER_PLAIN, (3, None), pair.measure_policies, format_speed),
     "cascades": Stage(_OVER_PLAIN, (1.5, None), pair.measure_cascades, format_speed),
-    "only": Stage(_OVER_PLAIN, (4, 1), only.measure_only, format_speed),
+    "only": Stage(_OVER_PLAIN, (3.5, 1.2), only.measure_only, format_speed),
     "trained": Stage(_OVER_PLAIN, (14, None), only.measure_trained, format_speed, once=True),
     "summaries": Stage(
         "summaries by people, over plain", (3, None), copying.measure_summaries, format_speed
     ),
     "edits": Stage(
-        "corrected sentences, over plain", (4, 1.2), copying.measure_edits, format_speed
+        "corrected sentences, over plain", (3.5, None), copying.measure_edits, format_speed
     ),
     "templates": Stage(
         "the same sentences with other names, over plain",
@@ -50,7 +50,7 @@ STAGES: dict[str, Stage] = {
         learning.format_learning,
         once=True,
     ),
-    "trees": Stage(_OVER_PLAIN, (3, 0.7), pair.measure_trees, format_speed),
+    "trees": Stage(_OVER_PLAIN, (3, 0.4), pair.measure_trees, format_speed),
     "beams": Stage(
         "one sentence at a time, over plain beams", (1.5, 0.5), pair.measure_beams, format_speed
     ),
@@ -71,7 +71,7 @@ STAGES: dict[str, Stage] = {
         translation.format_opus,
     ),
     "file": Stage(
-        "a whole file, over float32", (5, 0.8), whole_files.measure_file, whole_files.format_file
+        "a whole file, over float32", (4.5, 0.8), whole_files.measure_file, whole_files.format_file
     ),
     "encoders": Stage(
         "an encoder over one input, T5 1.1 small with random weights, float32",
