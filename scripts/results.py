@@ -1,12 +1,12 @@
 """Measures the figures of the pages, stage by stage, and renders the pages' tables.
 
-    python scripts/results.py --data=DATA            # one hour on two fast cores, two on slow ones
+    python scripts/results.py --data=DATA            # an hour or two on two cores
     python scripts/results.py --data=DATA --quick    # ten minutes: the most important tables
     python scripts/results.py --render               # renders only
 
-Run it alone on the machine. Where one machine's figures do for all, since they are computed and not
-timed, or a drafter has to be trained first, a stage is left out if another machine's record has it;
-`--only` asks for it. All stages together take nearly three hours.
+Run it alone on the machine. One machine is enough for some stages: their figures are computed, not
+timed, or they take long. A run leaves these out if a record has them in full, unless `--only` names
+them. All stages together take three hours or more.
 
 Almost everything is decoded with the bundled pair; the ways of decoding of one table take turns,
 sentence by sentence. The record is `results/PROCESSOR.json` beside this script; it is rewritten
@@ -47,7 +47,7 @@ RECORDS = ROOT / "scripts" / "results"
 _DATA = flags.DEFINE_string("data", None, "Folder of the texts; without it only `sentences`.")
 _QUICK = flags.DEFINE_bool("quick", False, "Few stages, sentences and passes: ten minutes.")
 _ONLY = flags.DEFINE_list(
-    "only", [], f"Stages to measure, comma-separated, of: {', '.join(STAGES)}. Default: see above."
+    "only", [], f"Stages to measure, comma-separated, of: {', '.join(STAGES)}."
 )
 _AGAIN = flags.DEFINE_bool("again", False, "Measure stages anew that the record has.")
 _RENDER = flags.DEFINE_bool("render", False, "Render the pages' tables, measure nothing.")
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
 
 
 def choose_stages(quick: bool) -> list[str]:
-    """Returns the stages of a run that was not told which."""
+    """Returns the stages of a run without `--only`."""
     parts = [record["stages"] for record in read_records()]
     return [
         name

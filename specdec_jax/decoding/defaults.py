@@ -18,7 +18,7 @@ from specdec_jax.speculative.sampling import SamplingConfig
 
 MAX_NEW_TOKENS = 64
 _NONE = ModelDefaults()
-_ARGMAX = SamplingConfig()  # made once: its checks would take the time of decoding a token
+_ARGMAX = SamplingConfig()  # made once: each call would make its checks again
 # Arguments of `generate` that belong to a beam search, and are fields of a `ModelDefaults` too.
 _OF_SEARCH = ("length_penalty", "early_stopping", "num_return_sequences")
 

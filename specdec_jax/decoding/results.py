@@ -16,7 +16,7 @@ from specdec_jax.speculative.beam_search import BeamConfig
 from specdec_jax.speculative.state import Counts, DecodeState
 from specdec_jax.speculative.strategy import Committed
 
-Tree = TypeVar("Tree")
+Arrays = TypeVar("Arrays")
 _SHOWN = 10  # the most rows of a result that are printed
 
 
@@ -154,7 +154,7 @@ def describe_output(
     return f"{quote_value(what)} ({reason}{', ' * bool(reason)}{number}{scored})"
 
 
-def read_arrays(arrays: Tree) -> Tree:
+def read_arrays(arrays: Arrays) -> Arrays:
     """Returns a pytree of JAX arrays on the host; on a CPU they are views of the same memory."""
     (device, *_) = jax.tree.leaves(arrays)[0].devices()
     # `device_get` starts copies that overlap, which on a CPU takes longer than all of the reading.

@@ -32,11 +32,7 @@ _STEPS = 400
 
 def measure_only(settings: Settings) -> Rows:
     """Measures what makes the bundled target faster without the bundled drafter."""
-    target = load_target("none")
-    prompts = [
-        source
-        for source, _ in require_pairs(settings, "ende", settings.choose(10_000, 2_000), "train")
-    ]
+    target, prompts = load_target("none"), read_prompts(settings)
     cases = {
         "plain": Case("none"),
         "int8 for the target, which changes the distribution": Case("int8"),
@@ -65,6 +61,12 @@ def measure_only(settings: Settings) -> Rows:
     return time_texts(settings, cases)
 
 
+def read_prompts(settings: Settings) -> list[str]:
+    """Returns the sources whose outputs are counted or learned."""
+    pairs = require_pairs(settings, "ende", settings.choose(10_000, 2_000), "train")
+    return [source for source, _ in pairs]
+
+
 def time_texts(settings: Settings, cases: Mapping[str, Case]) -> Rows:
     """Returns the rows of both texts."""
     texts = read_sentences(settings, ("ende", "wiki_pe"), settings.choose(12, 3))
@@ -74,8 +76,7 @@ def time_texts(settings: Settings, cases: Mapping[str, Case]) -> Rows:
 
 def measure_trained(settings: Settings) -> Rows:
     """Measures drafters that learn the target's outputs here, for some minutes each."""
-    pairs = require_pairs(settings, "ende", settings.choose(10_000, 2_000), "train")
-    prompts = [source for source, _ in pairs]
+    prompts = read_prompts(settings)
     steps = settings.choose(_STEPS, 20)
     trained = train_drafters(prompts, decode(prompts), steps)
     return time_texts(settings, {"plain": Case("none")} | trained)

@@ -131,7 +131,7 @@ POLICIES: dict[str, Callable[[], Any]] = {
 def measure_policies(settings: Settings) -> Rows:
     """Measures the policies of γ with the bundled drafter, at temperatures 0 and 1."""
     rows: Rows = {}
-    for temperature in (0,) if settings.quick else (0, 1):
+    for temperature in settings.temperatures:
         more = sample_at(temperature)
         cases = {"plain": Case("none", None, more)}
         cases |= {f"γ = {gamma}": drafts(gamma, **more) for gamma in (2, 4, 6)}
@@ -200,7 +200,7 @@ def measure_drafters(settings: Settings) -> Rows:
     """
     drafters = list_drafters(settings, load_target("none"))
     rows: Rows = {}
-    for temperature in (0,) if settings.quick else (0, 1):
+    for temperature in settings.temperatures:
         more = sample_at(temperature)
         cases = {"plain": Case("none", None, more)}
         cases |= {
@@ -266,7 +266,7 @@ def measure_trees(settings: Settings) -> Rows:
         "dynamic tree of 16 nodes": dict(tree=DynamicTree(4, 4, 16)),
     }
     rows: Rows = {}
-    for temperature in (0,) if settings.quick else (0, 1):
+    for temperature in settings.temperatures:
         more: dict[str, Any] = {"sampling": SamplingConfig(temperature=float(temperature))}
         cases = {"plain": Case("none", None, more), "chain, γ = 4": drafts(4, **more)}
         cases |= {"chain, γ = 6": drafts(6, **more)}

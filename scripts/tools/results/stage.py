@@ -27,6 +27,11 @@ class Settings(NamedTuple):
         """Returns a number of sentences or passes."""
         return quick if self.quick else full
 
+    @property
+    def temperatures(self) -> tuple[int, ...]:
+        """Those of stages that sample too: a quick run does not."""
+        return (0,) if self.quick else (0, 1)
+
 
 class Stage(NamedTuple):
     """A question and its answer.
@@ -38,8 +43,7 @@ class Stage(NamedTuple):
       format: returns a row as the cell of a table.
       brief: the same for tables with a column for each text.
       timed: whether the figures depend on what else the machine does.
-      once: whether one machine's figures do for all, and a run leaves the stage out where another
-        record has them.
+      once: whether one machine is enough: a run leaves the stage out if any record has it.
     """
 
     title: str
