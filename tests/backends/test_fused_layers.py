@@ -18,7 +18,7 @@ from specdec_jax.backends.gpu import fused_layers
 from specdec_jax.models import fused_step_selftest
 
 pytestmark = pytest.mark.usefixtures("quick")
-V, SLOTS = 24, 100
+V, SLOTS = 24, 164
 INPUTS = np.array([[3, 4, 5, 6, 7], [7, 8, 0, 0, 0]], np.int32)
 LENGTHS = np.array([5, 2])
 SLOW = pytest.mark.slow
@@ -57,16 +57,16 @@ def on_a_gpu(model: sd.LanguageModel) -> sd.LanguageModel:
 
 
 def make_rejected_cache(network, rows: int):
-    """Returns a cache of 80 tokens, rejected from position 70 or 63 on, and those positions.
+    """Returns a cache of 144 tokens, rejected from position 134 or 127 on, and those positions.
 
     Keys of later slots are NaN.
     """
     cache = network.prefill(jnp.asarray(INPUTS[:rows]), jnp.asarray(LENGTHS[:rows]), SLOTS)
-    fed = jnp.asarray(np.random.default_rng(1).integers(3, V, (rows, 80)))
+    fed = jnp.asarray(np.random.default_rng(1).integers(3, V, (rows, 144)))
     _, cache = network.decode_states(fed, jnp.zeros(rows, int), cache)
-    stale = jnp.arange(cache.layers[0].slots)[:, None] >= 72
+    stale = jnp.arange(cache.layers[0].slots)[:, None] >= 136
     layers = [layer.replace(key=jnp.where(stale, jnp.nan, layer.key)) for layer in cache.layers]
-    return cache.replace(layers=tuple(layers)), jnp.asarray([70, 63][:rows])
+    return cache.replace(layers=tuple(layers)), jnp.asarray([134, 127][:rows])
 
 
 def as_float(x) -> np.ndarray:

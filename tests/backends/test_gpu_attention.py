@@ -85,7 +85,7 @@ def test_self_attention_is_that_of_the_mathematics(dtype, batch, length, slots, 
     heads, features = 2, 16
     qkv = drawn(0, dtype, batch, length, 3 * heads * features)
     old = [drawn(seed, dtype, batch, heads, slots, features) for seed in (1, 2)]
-    starts = np.array([slots - length, 0, 64])[:batch] if batch > 1 else np.array([63])
+    starts = np.array([slots - length, 0, 128])[:batch] if batch > 1 else np.array([127])
     stale = np.arange(slots)[None, :, None] >= starts[:, None, None, None]
     key, value = (jnp.where(stale, jnp.nan, x) for x in old)
     bias = drawn(3, "float32", 1 if batch == 2 else batch, heads, length, slots) if biased else None
@@ -116,10 +116,10 @@ def test_self_attention_is_that_of_the_mathematics(dtype, batch, length, slots, 
 @pytest.mark.parametrize("length", [2, pytest.param(40, marks=SLOW)])
 def test_cross_attention_reads_the_tokens_of_each_row(length):
     """Padding is NaN and reaches nothing; a row without tokens attends to all keys alike."""
-    heads, keys = 2, 70
+    heads, keys = 2, 140
     query = drawn(0, "float32", 3, length, 2 * 16)
     key, value = (drawn(seed, "float32", 3, heads, keys, 16) for seed in (1, 2))
-    lengths = np.array([70, 3, 0])
+    lengths = np.array([140, 3, 0])
     padding = (np.arange(keys)[None, :, None] >= lengths[:, None, None, None]) & (lengths > 0)[
         :, None, None, None
     ]

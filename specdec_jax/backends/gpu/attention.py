@@ -33,7 +33,8 @@ try:
 except ImportError:
     triton = None
 
-_BLOCK = 64  # slots that a program reads at once
+_MOST_SLOTS = 128  # that a program reads at once
+_MOST_BYTES = 2**14  # of keys, and of values, that a program reads at once
 _FEWEST, _MOST = 16, 64  # queries: fewer are padded, since a tensor core multiplies 16 at once
 FEATURES = (16, 32, 64, 128)
 Ref = Any  # a reference to an array in a GPU's memory
@@ -125,6 +126,37 @@ def _pad_axes(queries: int) -> int:
     return max(_FEWEST, pl.next_power_of_2(queries))
 
 
+class CacheBlocks:
+    """Keys and values of one row and head of a cache, which a program reads block by block.
+
+    The first block is read when it is made, which is long before it is needed.
+
+    Attributes:
+      count: slots of the cache.
+      size: slots of a block, a power of two.
+    """
+
+    def __init__(self, program: "HeadProgram", caches: Sequence[Ref]):
+        self._program, self._caches, self.count = program, caches, caches[0].shape[2]
+        slots = _MOST_BYTES // (program.columns.size * caches[0].dtype.itemsize)
+        self.size = min(slots, _MOST_SLOTS)
+        self._first = self._read(0)
+
+    def read(self, number: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the slots `[N]` of a block, and their keys and values `[N, K]`."""
+        return self._first if isinstance(number, int) and number == 0 else self._read(number)
+
+    def _read(self, number: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        slots, program = number * self.size + jnp.arange(self.size), self._program
+        place = program.row, program.head, self.clip(slots)[:, None], program.columns
+        key, value = (buffer[place] for buffer in self._caches)
+        return slots, key, value
+
+    def clip(self, slots: jax.Array) -> jax.Array:
+        """Returns the slots, those past the end as the last."""
+        return jnp.minimum(slots, self.count - 1)
+
+
 class HeadProgram:
     """Attention of one row and head, whose queries see keys block by block.
 
@@ -156,40 +188,45 @@ class HeadProgram:
     def attend_to_cache(
         self,
         projected: Sequence[jax.Array],
-        caches: Sequence[Ref],
+        blocks: CacheBlocks,
         written: Sequence[Ref],
         start: jax.Array,
         read_bias: ReadBias | None,
+        writes: jax.Array | bool = True,
     ) -> Float[Array, "M K"]:
         """Returns the output of self-attention, and writes the new keys and values.
 
         Args:
           projected: queries, keys and values `[M, K]` of the new tokens.
-          caches: keys and values as they were.
+          blocks: keys and values as they were.
           written: the same memory, to which is written.
           start: the slot of the row's first new token.
           read_bias: returns the bias of slots `[N]`, `[M, N]`; None: there is none.
+          writes: whether this program writes; another one does if not.
         """
         query, added, vector = projected
         # The new tokens come first: every query has seen a key before the division by a sum.
         finite = vector - vector == 0
         added, vector = jnp.where(finite, added, jnp.nan), jnp.where(finite, vector, 0)
         mask = (self.lines[None] <= self.lines[:, None]) & self.exists[None]
-        places = jnp.minimum(start + self.lines, caches[0].shape[2] - 1)
-        own = None if read_bias is None else read_bias(places)
+        own = None if read_bias is None else read_bias(blocks.clip(start + self.lines))
         sums = self._add_keys(self._make_sums(), query, added, vector, mask, own)
         own_slots = self.head, (start + self.lines)[:, None], self.columns
-        for buffer, new in zip(written, (added, vector)):
-            self.store(buffer, own_slots, new)
-        return self._add_blocks(sums, query, caches, start, read_bias)
+
+        @pl.when(writes)
+        def write() -> None:
+            for buffer, new in zip(written, (added, vector)):
+                self.store(buffer, own_slots, new)
+
+        return self._add_blocks(sums, query, blocks, start, read_bias)
 
     def attend_to_encoded(
-        self, query: Float[Array, "M K"], caches: Sequence[Ref], count: jax.Array
+        self, query: Float[Array, "M K"], blocks: CacheBlocks, count: jax.Array
     ) -> Float[Array, "M K"]:
         """Returns the output of cross-attention to the first `count` keys, to all alike if 0."""
         empty = count == 0
-        limit = jnp.where(empty, caches[0].shape[2], count)
-        return self._add_blocks(self._make_sums(), query, caches, limit, alike=empty)
+        limit = jnp.where(empty, blocks.count, count)
+        return self._add_blocks(self._make_sums(), query, blocks, limit, alike=empty)
 
     def _make_sums(self) -> tuple[jax.Array, ...]:
         """Returns the sums before any key was seen."""
@@ -220,7 +257,7 @@ class HeadProgram:
         self,
         sums: tuple[jax.Array, ...],
         query: Float[Array, "M K"],
-        caches: Sequence[Ref],
+        blocks: CacheBlocks,
         limit: jax.Array,
         read_bias: ReadBias | None = None,
         alike: jax.Array | bool = False,
@@ -230,16 +267,16 @@ class HeadProgram:
         All scores are 0 if `alike`.
         """
 
-        def add_block(number: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            slots = number * _BLOCK + jnp.arange(_BLOCK)
-            inside, at = slots < limit, jnp.minimum(slots, caches[0].shape[2] - 1)
-            place = self.row, self.head, at[:, None], self.columns
-            key, value = (jnp.where(inside[:, None], buffer[place], 0) for buffer in caches)
+        def add_block(number: jax.Array | int, sums: tuple[jax.Array, ...]) -> tuple:
+            slots, key, value = blocks.read(number)
+            inside = slots < limit
+            key, value = (jnp.where(inside[:, None], x, 0) for x in (key, value))
             key = key if alike is False else jnp.where(alike, 0, key)
-            bias = None if read_bias is None else read_bias(at)
+            bias = None if read_bias is None else read_bias(blocks.clip(slots))
             return self._add_keys(sums, query, key, value, inside[None], bias)
 
-        _, total, weighted = jax.lax.fori_loop(0, pl.cdiv(limit, _BLOCK), add_block, sums)
+        count = pl.cdiv(limit, blocks.size)
+        _, total, weighted = jax.lax.fori_loop(1, count, add_block, add_block(0, sums))
         return weighted / total[:, None]
 
     def store(self, target: Ref, place: tuple[jax.Array, ...], new: jax.Array) -> None:
@@ -260,12 +297,13 @@ def _attend_to_cache_block(
     *biases, out, new_key, new_value = rest
     heads, _, features = key.shape[1:]
     program = HeadProgram(length, features, pl.program_id(0), pl.program_id(1))
+    blocks = CacheBlocks(program, (key, value))
     query, *new = (program.read(qkv, part * heads + program.head) for part in range(3))
     query = query if divisor == 1 else query / jnp.asarray(divisor, query.dtype)
     read_bias = functools.partial(program.read_bias, biases[0]) if biases else None
-    caches, written, start = (key, value), (new_key, new_value), positions[program.row]
+    written, start = (new_key, new_value), positions[program.row]
     program.store_output(
-        out, program.attend_to_cache((query, *new), caches, written, start, read_bias)
+        out, program.attend_to_cache((query, *new), blocks, written, start, read_bias)
     )
 
 
@@ -274,8 +312,9 @@ def _attend_to_encoded_block(
 ) -> None:
     """Runs one row and head of `attend_to_encoded`."""
     program = HeadProgram(length, key.shape[3], pl.program_id(0), pl.program_id(1))
+    blocks = CacheBlocks(program, (key, value))
     queries, count = program.read(query, program.head), lengths[program.row]
-    program.store_output(out, program.attend_to_encoded(queries, (key, value), count))
+    program.store_output(out, program.attend_to_encoded(queries, blocks, count))
 
 
 def find_fault(
@@ -298,7 +337,7 @@ def _matches_xla(dtype: str, features: int, queries: int, interpret: Any) -> boo
     def draw(*shape: int) -> jax.Array:
         return jnp.asarray(random.standard_normal(shape), dtype)
 
-    positions, lengths, slots = jnp.array([0, 70]), jnp.array([40, 130]), 144
+    positions, lengths, slots = jnp.array([0, 130]), jnp.array([40, 130]), 200
     qkv = draw(2, queries, 3 * 2 * features)
     key, value = draw(2, 2, slots, features), draw(2, 2, slots, features)
     bias = draw(2, 2, queries, slots).astype(jnp.float32)

@@ -5,7 +5,9 @@ weights could have been read many times. Here a layer is four kernels, in Pallas
 values; the rest of self-attention; cross-attention; and the feed-forward block. A program of such a
 kernel is for a head, or for some features. It computes the norm before the block anew, its part of
 the block, and what its part adds to the block's last product. The next kernel adds these parts up
-before it begins, so that no program waits for another.
+before it begins, so that no program waits for another. Several programs compute the attention of a
+head, each of which reads some columns of the last product's weight: one alone would take longer to
+read them than all take to attend.
 
 While few programs compute, others read the weights of the next kernels, which are then in the GPU's
 L2 cache. Numbers are rounded where the layers of `blocks.py` round them. The head is left to XLA.
@@ -25,7 +27,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from specdec_jax.backends.axes import PerRow, States
 from specdec_jax.backends.cpu import native
 from specdec_jax.backends.cpu.packed_weights import is_weight_object
-from specdec_jax.backends.gpu.attention import FEATURES, HeadProgram, Ref, triton
+from specdec_jax.backends.gpu.attention import FEATURES, CacheBlocks, HeadProgram, Ref, triton
 from specdec_jax.backends.kv_cache import KVCache
 from specdec_jax.backends.matmul import multiply
 from specdec_jax.backends.xla import ACTIVATION_FUNCTIONS
@@ -39,7 +41,8 @@ _COLUMNS, _HIDDEN = 64, 32  # features of a program: of queries, keys and values
 _PART = 512  # features of a row that are read at once
 _FETCHED = 4096  # numbers that a program fetches at once
 _FETCHING = 96  # programs that fetch
-_WARPS = 4
+_GROUPS = 4  # at most, of columns of a head's last product, each of which has a program
+_WARPS, _PROJECTING_WARPS = 4, 8
 
 
 class _Sums(NamedTuple):
@@ -139,14 +142,16 @@ class _Call(NamedTuple):
         self, sums: _Sums, layer: dict, cache: KVCache, shifted: jax.Array, positions: PerRow
     ) -> tuple[_Sums, KVCache]:
         """Runs a layer's self-attention; `shifted` as for `relative_bias.slice_biases`."""
-        own, shape = layer["self_attention"], cache.key.shape
+        own, encoded = layer["self_attention"], layer["encoder_decoder_attention"]
+        shape = cache.key.shape
         weight, count = own["qkv"]["kernel"], len(sums.states)
         states, qkv = self._run(
             _project_block,
             (*_arrays(sums), layer["pre_self_attention_layer_norm"]["scale"], weight),
             (sums.states, jax.ShapeDtypeStruct((count, weight.shape[1]), weight.dtype)),
             programs=(1, weight.shape[1] // _COLUMNS),
-            fetched=[own["out"], layer["encoder_decoder_attention"]],
+            fetched=[own["out"], encoded["query"], encoded["out"]],
+            warps=_PROJECTING_WARPS,
         )
         key, value = (x.reshape(self.batch, *x.shape[-3:]) for x in (cache.key, cache.value))
         heads = key.shape[1]
@@ -154,7 +159,7 @@ class _Call(NamedTuple):
             _self_attention_block,
             (positions, qkv, own["out"]["kernel"], shifted, key, value),
             (self._parts(states, heads), key, value),
-            programs=(self.batch, heads),
+            programs=(self.batch, heads * _count_groups(own["out"]["kernel"])),
             fetched=[layer["mlp"]],
             aliases={4: 1, 5: 2},
         )
@@ -171,7 +176,7 @@ class _Call(NamedTuple):
             _cross_attention_block,
             (*_arrays(sums), scale, *given),
             (sums.states, self._parts(sums.states, key.shape[1])),
-            programs=(self.batch, key.shape[1]),
+            programs=(self.batch, key.shape[1] * _count_groups(encoded["out"]["kernel"])),
         )
         return _Sums(*found)
 
@@ -207,6 +212,7 @@ class _Call(NamedTuple):
         programs: tuple[int, int],
         fetched: Sequence[Any] = (),
         aliases: dict[int, int] | None = None,
+        warps: int = _WARPS,
     ) -> Sequence[jax.Array]:
         """Runs a kernel of `programs` programs, and others that fetch weights.
 
@@ -219,6 +225,7 @@ class _Call(NamedTuple):
           fetched: weights to fetch.
           aliases: the numbers of those of `given` that are changed in place, and of the results
             that they become.
+          warps: warps of a program.
         """
         weights = [leaf.reshape(-1) for leaf in jax.tree.leaves(fetched) if leaf.ndim == 2]
         computing, blocks = math.prod(programs), sum(map(len, weights)) // _FETCHED
@@ -242,7 +249,7 @@ class _Call(NamedTuple):
 
         options: dict[str, Any] = {"interpret": self.interpret}
         if not self.interpret:
-            options = {"compiler_params": triton.CompilerParams(num_warps=_WARPS, num_stages=2)}
+            options = {"compiler_params": triton.CompilerParams(num_warps=warps, num_stages=2)}
         *found, _ = pl.pallas_call(
             run,
             out_shape=(*shapes, jax.ShapeDtypeStruct((1,), jnp.float32)),
@@ -338,15 +345,23 @@ def _repeat(x: Float[Array, "N C"]) -> Float[Array, "lines C"]:
     return jnp.broadcast_to(x[None], (_LINES // count, count, features)).reshape(_LINES, features)
 
 
+def _count_groups(weight: Any) -> int:
+    """Returns how many programs a head has, each for some columns of its last product's weight."""
+    return next(count for count in (_GROUPS, 2, 1) if weight.shape[1] % (_LINES * count) == 0)
+
+
 class _LastProduct:
     """What some hidden features add to a block's last product.
 
     The weights are read when it is made, which is long before they are needed.
     """
 
-    def __init__(self, weight: Ref, features: jax.Array):
-        """Reads the rows `features` of the weight."""
-        self.columns = _cut(weight.shape[1])
+    def __init__(
+        self, weight: Ref, features: jax.Array, group: jax.Array | int = 0, count: int = 1
+    ):
+        """Reads the rows `features` of the weight, of which the columns of a group of `count`."""
+        width = weight.shape[1] // count
+        self.columns = [group * width + columns for columns in _cut(width)]
         self.weights = [weight[features[:, None], columns] for columns in self.columns]
 
     def store(
@@ -382,15 +397,25 @@ def _project_block(call: _Call, place: Place, given: Sequence[Ref], outs: Sequen
     triton.store(out.at[lines[:, None], own[None]], found, mask=mask)
 
 
+def _open_head(
+    call: _Call, size: int, place: Place, weight: Ref
+) -> tuple[HeadProgram, jax.Array, _LastProduct]:
+    """Returns the attention of a head of `size` features, the group of columns, and the product."""
+    count = _count_groups(weight)
+    head, group = jax.lax.div(place[1], count), jax.lax.rem(place[1], count)
+    program = HeadProgram(call.length, size, place[0], head)
+    return program, group, _LastProduct(weight, head * size + jnp.arange(size), group, count)
+
+
 def _self_attention_block(
     call: _Call, place: Place, given: Sequence[Ref], outs: Sequence[Ref]
 ) -> None:
-    """Runs a row and a head of `_Call.attend_to_cache`."""
+    """Runs a row, a head and a group of columns of `_Call.attend_to_cache`."""
     (positions, qkv, out, shifted, key, value), (parts, *written) = given, outs
     heads, slots, size = key.shape[1:]
-    program, turns = HeadProgram(call.length, size, *place), shifted.shape[0]
+    program, group, last = _open_head(call, size, place, out)
+    blocks, turns = CacheBlocks(program, (key, value)), shifted.shape[0]
     own, start = program.head * size + jnp.arange(size), positions[program.row]
-    last = _LastProduct(out, own)
     at = (program.row * call.length + program.at)[:, None]
     projected = [qkv[at, part * heads * size + own[None]] for part in range(3)]
 
@@ -400,7 +425,8 @@ def _self_attention_block(
         columns = slots - 1 - start - (program.at - line)[:, None] + at[None]
         return shifted[line[:, None], program.head, jnp.maximum(columns, 0)]
 
-    attended = program.attend_to_cache(projected, (key, value), written, start, read_bias)
+    writes = group == 0
+    attended = program.attend_to_cache(projected, blocks, written, start, read_bias, writes)
     rows = program.row * call.length + program.lines, program.exists
     last.store(parts, program.head, rows, attended)
 
@@ -408,15 +434,16 @@ def _self_attention_block(
 def _cross_attention_block(
     call: _Call, place: Place, given: Sequence[Ref], outs: Sequence[Ref]
 ) -> None:
-    """Runs a row and a head of `_Call.attend_to_encoded`."""
+    """Runs a row, a head and a group of columns of `_Call.attend_to_encoded`."""
     (*sums, scale, lengths, weight, out, key, value), (states, parts) = given, outs
-    program = HeadProgram(call.length, key.shape[3], *place)
+    program, _, last = _open_head(call, key.shape[3], place, out)
     own, count = program.head * key.shape[3] + program.columns[0], lengths[program.row]
+    blocks = CacheBlocks(program, (key, value))
     tokens = _Tokens(program.row * call.length, call.length, *sums)
-    columns, last = tokens.read_weight(weight, own), _LastProduct(out, own)
-    pl.when(program.head == 0)(lambda: tokens.store_states(states))
+    columns = tokens.read_weight(weight, own)
+    pl.when(place[1] == 0)(lambda: tokens.store_states(states))
     query = tokens.project(tokens.normalize(scale), columns)
-    attended = program.attend_to_encoded(query, (key, value), count)
+    attended = program.attend_to_encoded(query, blocks, count)
     rows = program.row * call.length + program.lines, program.exists
     last.store(parts, program.head, rows, attended)
 
