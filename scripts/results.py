@@ -208,8 +208,8 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
             f"results: got {name!r} on a page, expected a stage of {', '.join(STAGES)}"
         )
     kind, heads, columns, tables, why = STAGES[stage], [], [], [], set()
-    # Stages are measured on processors, one on accelerators.
-    other = [one for one in records if bool(name_accelerator(one)) == (stage == "accelerator")]
+    # Stages are measured on processors, some on accelerators.
+    other = [one for one in records if bool(name_accelerator(one)) == kind.accelerator]
     for record in [one for one in records if stage in one["stages"] or one in other]:
         part = record["stages"].get(stage, {})
         head = name_machine(record) + note_conditions(record, part, kind.timed)

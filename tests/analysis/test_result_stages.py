@@ -151,9 +151,14 @@ def test_the_report_of_an_accelerator_becomes_rows(load_script, monkeypatch):
             yield {"figure": one.name, **about, **gain}
 
     monkeypatch.setattr(script, "measure", measure)
-    rows = elsewhere.measure_report(setup)
+    rows = elsewhere.measure_report(setup, beside=False)
     assert elsewhere.format_figure(rows["brief"]["α = 0.75, 1 row"]) == "2 ms, 2.50 times plain"
     assert rows["t5_1_1/xxl"]["plain, 1 row"] == {"milliseconds": 2.0}
-    assert elsewhere.format_figure(rows["t5_1_1/xxl"]["T5X, plain"]) == "2 ms, 0.50 times plain"
-    with pytest.raises(Skipped, match="no accelerator"):
-        elsewhere.measure_accelerator(Settings(None, True))
+    peers = elsewhere.measure_report(setup, beside=True)["t5_1_1/xxl"]
+    assert elsewhere.format_figure(peers["T5X, plain"]) == "2 ms, 0.50 times plain"
+    both = ["call over 1", "plain, 1 row", "α = 0.75, 1 row", "α = 0.9, 1 row"]
+    assert [name for name in peers if name in rows["t5_1_1/xxl"]] == both
+    assert {"self:int8, draft step", "transformers compiled, plain"} < peers.keys()
+    for measure in (elsewhere.measure_accelerator, elsewhere.measure_accelerator_peers):
+        with pytest.raises(Skipped, match="no accelerator"):
+            measure(Settings(None, True))

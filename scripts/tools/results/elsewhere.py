@@ -68,27 +68,54 @@ def estimate_all(cases: Mapping[str, Sequence[str]]) -> dict[str, Row]:
         return dict(zip(cases, pool.map(lambda more: estimate(*more), cases.values())))
 
 
+# The kinds of figures of `accelerator_report.py` that are another stage's, and what they are
+# compared with.
+BESIDE = (*PEERS, "self:int8")
+_COMPARED = ("call over 1", "plain, 1 row", "α = 0.75, 1 row", "α = 0.9, 1 row")
+
+
 def measure_accelerator(settings: Settings) -> Rows:
     """Measures T5-XXL with T5-small on a GPU or TPU, by `accelerator_report.py`."""
+    return _measure_xxl(beside=False)
+
+
+def measure_accelerator_peers(settings: Settings) -> Rows:
+    """Measures other libraries there, and the target for which its own weights draft."""
+    return _measure_xxl(beside=True)
+
+
+def _measure_xxl(beside: bool) -> Rows:
     if jax.default_backend() == "cpu":
         raise Skipped("no accelerator")
-    return measure_report(ReportSetup(targets=("t5_1_1/xxl",)))
+    return measure_report(ReportSetup(targets=("t5_1_1/xxl",)), beside)
 
 
-def measure_report(setup: ReportSetup) -> Rows:
-    """Returns all figures of `accelerator_report.py`, measured in this process.
+def measure_report(setup: ReportSetup, beside: bool) -> Rows:
+    """Returns figures of `accelerator_report.py`, measured in this process.
 
     Another process would find the accelerator taken, since this one has described it.
+
+    Args:
+      setup: the options of the report.
+      beside: whether the figures are those `BESIDE`, and what they are compared with; else all but
+        those.
     """
     import accelerator_report  # it defines flags, which are not those of `results.py`
 
     lines: dict[str, Any] = {}
     for stage in stages(setup, PEERS):
-        for line in accelerator_report.measure(stage, stage.figures, 8, lines):
+        figures = [one for one in stage.figures if chooses_figure(stage.kind, one.name, beside)]
+        for line in accelerator_report.measure(stage, figures, 8, lines) if figures else ():
             lines[line["figure"]] = line
         stage.free()
     rows = dict(map(read_figure, lines.values()))
     return {setup.targets[0]: rows, "brief": {name: rows[name] for name in BRIEF if name in rows}}
+
+
+def chooses_figure(kind: str, figure: str, beside: bool) -> bool:
+    """Returns whether a stage measures a figure; arguments as for `measure_report`."""
+    compared = read_figure({"figure": figure})[0] in _COMPARED
+    return kind in BESIDE or compared if beside else kind not in BESIDE
 
 
 def read_figure(figure: Mapping[str, Any]) -> tuple[str, Row]:

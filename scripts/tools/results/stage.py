@@ -44,6 +44,7 @@ class Stage(NamedTuple):
       brief: the same for tables with a column for each text.
       timed: whether the figures depend on what else the machine does.
       once: whether one machine is enough: a run leaves the stage out if any record has it.
+      accelerator: whether it is measured on accelerators, not on processors.
     """
 
     title: str
@@ -53,3 +54,4 @@ class Stage(NamedTuple):
     brief: Callable[[Row], str] = str
     timed: bool = True
     once: bool = False
+    accelerator: bool = False
