@@ -113,7 +113,8 @@ def _make_halves(rows: np.ndarray, width: int, pad: int) -> np.ndarray:
 def _make_m2m(rows: np.ndarray, width: int, pad: int) -> np.ndarray:
     """Returns the sines and cosines of M2M-100, whose first row comes after that of padding."""
     half = width // 2
-    steps = np.exp(np.arange(half, dtype=np.float32) * np.float32(-np.log(10000) / (half - 1)))
+    step = np.float32(-np.log(10000) / max(half - 1, 1))
+    steps = np.exp(np.arange(half, dtype=np.float32) * step)
     angles = (rows + (pad + 1)).astype(np.float32)[:, None] * steps
     table = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
     return np.pad(table, ((0, 0), (0, width % 2)))

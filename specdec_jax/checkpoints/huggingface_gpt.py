@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from specdec_jax.checkpoints.huggingface_config import check_fixed, choose_value, read_fields
-from specdec_jax.checkpoints.stored_tensor import Parameters
+from specdec_jax.checkpoints.stored_tensor import Parameters, is_same_tensor
 from specdec_jax.files.places import AnyPath
 from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models.config_validation import build
@@ -142,7 +142,10 @@ def _rename_tensors(given: Parameters, config: GPTConfig, folder: AnyPath) -> Pa
             renamed[name] = tensor.transposed() if name == _HEAD else tensor
     if config.logits_via_embedding and (head := tensors.pop("lm_head.weight", None)) is not None:
         # The embedding's copy, or all that the file holds of the two.
-        renamed.setdefault("token_embedder/embedding", head)
+        if not is_same_tensor(head, renamed.setdefault("token_embedder/embedding", head)):
+            got = "another tensor than wte.weight"
+            expected = "its copy, or tie_word_embeddings false in config.json"
+            raise mismatch_error(f"{folder}: lm_head.weight", got, expected)
     # Old files also hold the causal mask of every layer as a tensor.
     masks = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
     return renamed | {name: tensors[name] for name in tensors if not masks.fullmatch(name)}

@@ -23,6 +23,7 @@ from specdec_jax.decoding.ambient_mesh import (
 )
 from specdec_jax.decoding.checks import (
     check_drafter_sampling,
+    check_limits,
     check_memory,
     check_policy,
     check_sampling,
@@ -242,12 +243,13 @@ class Decoder:
           prompted: False says that no row has a prompt.
 
         Raises:
-          ValueError: unknown `decoder_params`, values that make no sense, or parameters of another
-            shape.
+          ValueError: unknown `decoder_params`, values that make no sense, tokens forced past L, or
+            parameters of another shape.
         """
         given = check_names(decoder_params, _KNOWN, rng)
         rng = given.get("decode_rng") if rng is None else rng
         batch, length = prompts.shape
+        check_limits(self.sampling, np.array([length]), 1)
         mode, rows = _split_sampling(self.sampling, given, batch, self.config.vocab_size)
         if self.drafter is not None:
             check_memory(self.drafter, self.verifier, mode)

@@ -307,6 +307,10 @@ def test_of_tied_tensors_a_file_may_hold_the_head_alone(tmp_path):
     )
     (tmp_path / "gpt" / "config.json").write_text(json.dumps(shape))
     assert_params(load(tmp_path / "gpt")[0], flat)
+    both = tensors | {"wte.weight": tensors["lm_head.weight"] + 1}
+    safetensors.numpy.save_file(both, tmp_path / "gpt" / "model.safetensors")
+    with pytest.raises(ValueError, match="lm_head.weight: got another tensor than wte.weight"):
+        load(tmp_path / "gpt")
     tensors["transformer.h.0.ln_1.weight"] = tensors["h.0.ln_1.weight"] + 1
     safetensors.numpy.save_file(tensors, tmp_path / "gpt" / "model.safetensors")
     with pytest.raises(

@@ -221,6 +221,9 @@ def test_bad_settings_are_rejected(pair):
     wide = Decoder(dataclasses.replace(target.config, vocab_size=48))
     with pytest.raises(ValueError, match="params: parameter token_embedder/embedding: got shape"):
         decode(wide, target)
+    late = make(sampling=sd.SamplingConfig(forced_tokens={7: 3}))
+    with pytest.raises(ValueError, match="forced_tokens: got place 7, expected below .* = 7"):
+        decode(late, target)
     for given, message in (
         ({"brevity": 1}, "decoder_params: got brevity, expected only"),
         ({"topp": 2.0}, "top_p: got 2.0, expected"),
