@@ -145,7 +145,7 @@ class BenchmarkOptions(generation_flags.SearchFlags, DecodingOptions):
         for name, preset in presets.items():
             if preset:
                 check_positions(PRESETS[preset], self.preset_length + self.max_new_tokens, name)
-        check_output(self.output)
+        check_output(self.output, source=self.input_file)
         if self.plot:
             plots.check(self.plot)
 

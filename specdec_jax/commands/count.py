@@ -31,6 +31,8 @@ class CountOptions:
         passages from (REST), with the sources if there are two columns; the file may be larger than
         the memory
       output: file to write (.npz; .suffix with --suffix), which --drafter takes
+      source_language: code of the sources' language, for a vocabulary with languages (NLLB's)
+      target_language: code of the outputs' language
     """
 
     target: str | None = None
@@ -41,6 +43,8 @@ class CountOptions:
     sampled: bool = False
     suffix: bool = False
     output: str | None = None
+    source_language: str | None = None
+    target_language: str | None = None
 
     def check(self) -> None:
         if not self.target:
@@ -67,6 +71,7 @@ def run(options: CountOptions) -> None:
     if vocabulary is None:
         expected = "one (spiece.model or tokenizer.json)"
         raise ValueError(f"target: got {options.target} without a vocabulary, expected {expected}")
+    vocabulary = vocabulary.with_languages(options.source_language, options.target_language)
     pairs = [pair for path in options.input_file for pair in _read_pairs(path)]
     size = min(vocabulary.size, config.vocab_size)
     if options.suffix:

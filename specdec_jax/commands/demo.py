@@ -151,7 +151,8 @@ class Demo:
         self.options, self.target, self.drafter = options, target, drafter
         self.sentences, self.screen = sentences, Screen()
         # What is too long is rejected before anything compiles.
-        ids = encode(target, sentences, options.max_input_length)
+        languages = options.source_language, options.target_language
+        ids = encode(target, sentences, options.max_input_length, *languages)
         keys = fold_keys(make_key(options.seed), np.arange(len(sentences)))
         self.batches = [
             SentenceBatch([text], [row], [number], keys[number : number + 1])

@@ -116,6 +116,8 @@ def describe_outcome(config: DistillConfig) -> list[str]:
     )
     command = ["specdec", "benchmark", f"--target={config.target}", f"--drafter={model}"]
     command += [] if config.greedy else ["--temperature=1"]
+    languages = {name: getattr(config, name) for name in ("source_language", "target_language")}
+    command += [f"--{name}={code}" for name, code in languages.items() if code]
     command += [f"--input_file={sources}", "--limit=100"]
     return [*_compare(validations, kept, config.select), f"next: {shlex.join(command)}"]
 

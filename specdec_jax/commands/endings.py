@@ -12,7 +12,7 @@ _MOST_MESSAGES = 5
 
 
 class Endings:
-    """Counts outputs that ended at the limit, or had logits that are not finite numbers.
+    """Counts outputs that ended at a limit, or had logits that are not finite numbers.
 
     Inputs are numbered from 0, and from 1 in messages, like the lines of a file.
 
@@ -24,6 +24,7 @@ class Endings:
     def __init__(self, limit: str, say: Callable[[str], None]):
         """Begins to count; `limit` is the text of what outputs are cut by."""
         self.say, self._limit, self._outputs, self._cut, self._messages = say, limit, 0, 0, 0
+        self._late = 0
         self.failed: list[int] = []
         self._without_draft: list[int] = []
 
@@ -32,7 +33,8 @@ class Endings:
 
         Returns what `restore` takes.
         """
-        note: dict[str, Any] = {"cut": sum(output.finish_reason == "length" for output in outputs)}
+        reasons = [output.finish_reason for output in outputs]
+        note: dict[str, Any] = {"cut": reasons.count("length"), "late": reasons.count("deadline")}
         errors = [output.error for output in outputs if output.error]
         if errors:
             note["lost"] = any(not error.by_drafter for error in errors)
@@ -47,14 +49,17 @@ class Endings:
         """Counts an input of an earlier run by what `add` returned; `outputs`: how many it has."""
         self._outputs += outputs
         self._cut += note.get("cut", 0)
+        self._late += note.get("late", 0)
         if "lost" in note:
             (self.failed if note["lost"] else self._without_draft).append(number)
 
     def report(self, inputs: int) -> str | None:
         """Prints how many of the outputs were cut; returns which of the `inputs` have none."""
+        of_all = f"of {self._outputs} output{'s' * (self._outputs != 1)}"
         if self._cut:
-            of_all = f"of {self._outputs} output{'s' * (self._outputs != 1)}"
             self.say(f"{self._cut} {of_all} ended by length: {self._limit}")
+        if self._late:
+            self.say(f"{self._late} {of_all} ended by --deadline, before they were whole")
         if self._without_draft:
             which = list_in_words("sentence", self._without_draft, inputs)
             reason = "the drafter gave logits that are not finite numbers"

@@ -41,7 +41,6 @@ from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.drafters import named
 from specdec_jax.drafters.suffix import SuffixDrafter
 from specdec_jax.drafters.suffix_history import SuffixHistory
-from specdec_jax.files import places
 from specdec_jax.files.progress import Progress, print_line
 from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import check_output, is_pass_through, open_new_file
@@ -136,14 +135,13 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         check_beside_tree(config.tree, config.verifier)
         check_at_least(1, batch_size=self.rows)
         check_texts("stop", checks.check_stop(config.stop, config.deadline))
-        check_output(self.output_file, "output_file")
+        check_output(self.output_file, "output_file", self.input_file)
+        if self.output_file and self.output_file.endswith(".gz"):
+            expected = "a name without .gz, since outputs are not compressed"
+            raise mismatch_error("output_file", repr(self.output_file), expected)
         if self.output_file and self.stream:
             got = f"stream: got True with output_file={self.output_file!r}"
             raise UnsupportedCombination(f"{got}, expected one of the two")
-        source = self.input_file
-        if self.output_file and source and places.is_same(self.output_file, source):
-            got = f"output_file: got {self.output_file!r}, which is the input"
-            raise ValueError(f"{got}, expected another file")
         if self.stream and self.rows * config.num_samples > 1:
             got = f"batch_size={self.rows}, num_samples={config.num_samples}"
             raise checks.unsupported("stream", got, "1 of each: outputs would run into each other")

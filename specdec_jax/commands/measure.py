@@ -63,7 +63,7 @@ class MeasureOptions(DecodingOptions):
                 "compare_alpha: got True with max_new_tokens=1, expected at least 2: the last "
                 "token is never drafted"
             )
-        check_output(self.output)
+        check_output(self.output, source=self.input_file)
         if self.plot:
             plots.check(self.plot)
 

@@ -65,4 +65,4 @@ def to_json(record: dict[str, Any]) -> str:
 
 def join_lines(text: str) -> str:
     """Returns `text` with spaces for line ends, so that each sentence has one line."""
-    return re.sub(r"\s*[\r\n]+\s*", " ", text)
+    return re.sub(r"\s+", lambda run: " " if {"\r", "\n"} & {*run[0]} else run[0], text)

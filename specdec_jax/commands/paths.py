@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ OUTPUTS = "output output_file output_dir config plot picture report".split()
 def expand_options(options: Any) -> Any:
     """Returns options with the user's home folder for `~` in those that are paths.
 
-    A shell leaves the `~` of `--target=~/model` as it is.
+    A shell leaves the `~` of `--target=~/model` as it is. Of a `file://` URL its path is left.
     """
     names = {field.name for field in dataclasses.fields(options)} & {*INPUTS, *OUTPUTS}
     paths = {name: _expand(getattr(options, name)) for name in names}
@@ -45,7 +46,7 @@ def _expand(value: Any) -> Any:
 
 def _expand_path(path: str) -> str:
     prefix = "parallel:" if path.startswith("parallel:") else ""
-    return prefix + os.path.expanduser(path.removeprefix(prefix))
+    return prefix + os.path.expanduser(re.sub("^file://", "", path.removeprefix(prefix)))
 
 
 def find_replaced(options: Any) -> Iterator[str]:

@@ -75,7 +75,8 @@ class RemoteParts:
         if not same:
             file.truncate(0)
             for content in contents:
-                file.write(content)
+                while content:  # when the disk becomes full, only a part is written
+                    content = content[file.write(content) :]
         self._sent = sum(map(len, contents))
 
     def begin(self) -> None:

@@ -85,8 +85,8 @@ class TuneOptions(SearchFlags, DecodingOptions):
             )
         if not self.config:
             raise ValueError("config: got nothing, expected the name of a gin file to write")
-        check_output(self.config, "config")
-        check_output(self.output)
+        check_output(self.config, "config", self.input_file)
+        check_output(self.output, source=self.input_file)
 
     @property
     def gammas(self) -> tuple[int, ...]:

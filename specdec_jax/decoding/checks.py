@@ -58,8 +58,9 @@ def check_drafter_sampling(
 
     Raises:
       ValueError: it is none.
-      UnsupportedCombination: there is no drafter; the target decodes by argmax; a processor, since
-        drafts pass through the target's; or argmax in a tree, whose children would not be drawn.
+      UnsupportedCombination: there is no drafter, or one that does not draw; the target decodes by
+        argmax; a processor, since drafts pass through the target's; or argmax in a tree, whose
+        children would not be drawn.
     """
     if own is None:
         return
@@ -73,6 +74,9 @@ def check_drafter_sampling(
             raise unsupported("drafter_sampling", got, expected)
     if drafter is None:
         raise unsupported("drafter_sampling", "one without a drafter", "None")
+    if not drafter.draws:
+        got = f"one with {type(drafter).__name__}, which does not draw from distributions"
+        raise unsupported("drafter_sampling", got, "None")
     if target.mode.greedy and not may_sample:
         got = "one beside a target at temperature 0"
         raise unsupported("drafter_sampling", got, "None: the best draft is the drafter's argmax")

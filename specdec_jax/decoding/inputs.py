@@ -98,18 +98,26 @@ def as_ids(
             array, lengths = move_left(array, inside & (array != pad_id))
     config = target.config
     vocab_size = config.input_vocab_size if framed else config.vocab_size
-    inside = np.arange(array.shape[1]) < lengths[:, None]
-    wrong = inside & ((array < 0) | (array >= vocab_size))
-    if wrong.any():
-        row, place = np.argwhere(wrong)[0]
-        which = f"({name} {row}: id {array[row, place]})"
-        expected = f"expected 0 to {vocab_size - 1}"
-        raise ValueError(f"{whole}: got ids outside the vocabulary, {expected} {which}")
+    if array.size and (array.min() < 0 or array.max() >= vocab_size):
+        wrong = _find_ids(array, lengths, lambda ids: (ids < 0) | (ids >= vocab_size))
+        if wrong is not None:
+            which = f"({name} {wrong[0]}: id {array[wrong]})"
+            expected = f"expected 0 to {vocab_size - 1}"
+            raise ValueError(f"{whole}: got ids outside the vocabulary, {expected} {which}")
     if config.image_id is not None:
-        images = np.any(inside & (array == config.image_id), axis=1)
-        if np.any(images):
-            raise _image_error(target, f"{name} {np.argmax(images)}")
-    return array.astype(np.int32), lengths
+        image = _find_ids(array, lengths, lambda ids: ids == config.image_id)
+        if image is not None:
+            raise _image_error(target, f"{name} {image[0]}")
+    return array.astype(np.int32, copy=False), lengths
+
+
+def _find_ids(
+    array: np.ndarray, lengths: np.ndarray, chosen: Callable[[np.ndarray], np.ndarray]
+) -> tuple[int, int] | None:
+    """Returns the row and place of the first chosen id of `[B, L]`, padding left out, or None."""
+    inside = np.arange(array.shape[1]) < lengths[:, None]
+    found = np.argwhere(inside & chosen(array))
+    return tuple(found[0]) if len(found) else None
 
 
 def _image_error(target: LanguageModel, place: str) -> ValueError:
@@ -134,7 +142,9 @@ def _as_array(name: str, inputs: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]
             raise ValueError(f"{name} {number}: got {row!r}, expected {expected}")
         rows.append(ids)
     lengths = np.array([len(row) for row in rows], np.int32)
-    array = np.zeros((len(rows), max(lengths, default=0)), np.int64)
+    # Jobs of a million inputs are padded to the longest; ids past 32 bits are rejected later.
+    small = all(-(2**31) <= ids.min() and ids.max() < 2**31 for ids in rows if ids.size)
+    array = np.zeros((len(rows), max(lengths, default=0)), np.int32 if small else np.int64)
     for number, ids in enumerate(rows):
         array[number, : len(ids)] = ids
     return array, lengths

@@ -82,6 +82,7 @@ def resolve_tree(
         if own is not None:
             _check_own(own, tree, drafter)
         tree = _resolve_auto_tree(tree, drafter)
+        drafter.check_tree(tree)
     if own is None:
         _check_verifier(verifier)
     if automatic:

@@ -57,6 +57,7 @@ class DrafterPair(Drafter):
     reads_logits: ClassVar[Any] = any_part_property("reads_logits")
     needs_target_state: ClassVar[Any] = any_part_property("needs_target_state")
     remembers: ClassVar[Any] = any_part_property("remembers")
+    draws: ClassVar[Any] = any_part_property("draws")
 
     def tree_flatten(self):
         return self.parts, self.settings

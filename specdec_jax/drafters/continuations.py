@@ -83,6 +83,7 @@ class TableDrafter(TreeDrafter):
 
     varies: ClassVar[Any] = True
     provides_probs: ClassVar[Any] = property(lambda self: self.sampled)
+    draws: ClassVar[Any] = property(lambda self: self.sampled)
     kinds: ClassVar[Any] = property(lambda self: CHILDREN if self.sampled else POINTS)
 
     def find(self, memory: Any, texts: Texts, count: int, length: int) -> Found:

@@ -66,6 +66,7 @@ class GatedDrafter(Drafter):
     """
 
     varies: ClassVar[Any] = True
+    draws: ClassVar[bool] = False
     reads_states: ClassVar[Any] = property(lambda self: self.drafter.reads_states)
     reads_logits: ClassVar[Any] = property(lambda self: self.drafter.reads_logits)
     remembers: ClassVar[Any] = property(lambda self: self.drafter.remembers)

@@ -62,6 +62,7 @@ class LookaheadDecoding(TreeDrafter):
     kinds: ClassVar[Any] = POINTS
     reads_nodes: ClassVar[bool] = True
     varies: ClassVar[bool] = True
+    draws: ClassVar[bool] = False
 
     window: int = flax.struct.field(pytree_node=False, default=7)
     ngram: int = flax.struct.field(pytree_node=False, default=5)
@@ -173,6 +174,7 @@ def fill_window(draft_state: LookaheadState, state: DecodeState) -> Int[Array, "
     place = (place % jnp.maximum(lengths, 1)[:, None, None]).reshape(len(source), -1)
     filler = jnp.take_along_axis(source, place, axis=1).reshape(window.shape)
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)[..., None]
+    filler = jnp.where(filler < state.config.vocab_size, filler, last)  # another vocabulary's
     for other in (filler, last):
         window = jnp.where((window < 0) | _is_eos(window, state), other, window)
     return window

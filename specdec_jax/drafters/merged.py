@@ -9,6 +9,7 @@ import numpy as np
 
 from specdec_jax.drafters.cascade import DrafterPair, PairState, any_part_property
 from specdec_jax.drafters.drafting import fold_part_keys
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.state import DecodeState
@@ -64,6 +65,12 @@ class MergedDrafter(DrafterPair, TreeDrafter):
         first, second = self.parts
         return f"{first.name} beside {second.name}"
 
+    def check_tree(self, tree: Any) -> None:
+        children, least = np.sum(np.asarray(tree.parents) == 0), _count_children(self)
+        if children < least:
+            expected = f"one with at least {least} children of node 0"
+            raise mismatch_error(f"tree: for {_count_drafters(self)} drafters", tree, expected)
+
     def init_tree(self, *given: Any, **encoded: jax.Array) -> PairState:
         return self.begin("init_tree", *given, **encoded)
 
@@ -83,7 +90,7 @@ class MergedDrafter(DrafterPair, TreeDrafter):
             self.parts,
             draft_state,
             _deal_nodes(tree),
-            (state.keys, fold_part_keys(state)),
+            (state.keys, _fold_keys(state, self.parts[0])),
             strict=True,
         ):
             parents = np.searchsorted(numbers, np.asarray(tree.parents)[numbers[1:] - 1])
@@ -98,20 +105,34 @@ class MergedDrafter(DrafterPair, TreeDrafter):
         return PairState(*states), _merge_trees(tree, drafts, cache)
 
 
-def _deal_nodes(tree: Tree) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the numbers of the nodes of each drafter's tree, node 0 among both.
+def _fold_keys(state: DecodeState, first: Any) -> jax.Array:
+    """Returns the second drafter's keys, with which nothing in `first` draws.
 
-    Raises:
-      ValueError: a tree of which the second would get nothing.
+    They are folded once for each drafter in `first`, which may be a merged one.
     """
+    for _ in range(_count_drafters(first)):
+        state = dataclasses.replace(state, keys=fold_part_keys(state))
+    return state.keys
+
+
+def _count_drafters(part: Any) -> int:
+    return sum(map(_count_drafters, part.parts)) if isinstance(part, MergedDrafter) else 1
+
+
+def _count_children(part: Any) -> int:
+    """Returns how many children of node 0 a part needs, so that each drafter in it has one."""
+    if not isinstance(part, MergedDrafter):
+        return 1
+    first, second = map(_count_children, part.parts)
+    return max(2 * first - 1, 2 * second)
+
+
+def _deal_nodes(tree: Tree) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the numbers of the nodes of each drafter's tree, node 0 among both."""
     owners = tree.ranks[tree.lines[:, 1]] % 2
     first, second = (
         np.concatenate([[0], 1 + np.flatnonzero(owners[1:] == owner)]) for owner in range(2)
     )
-    if len(second) == 1:
-        raise ValueError(
-            f"tree: got {tree} for two drafters, expected one with at least two children of node 0"
-        )
     return first, second
 
 

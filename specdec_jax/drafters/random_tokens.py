@@ -1,5 +1,7 @@
 """Drafts random tokens: the worst drafter there is, to test with and to compare with."""
 
+from typing import ClassVar
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,8 @@ class RandomDrafter(Drafter):
     Attributes:
       vocab_size: ids are drawn from 0 … vocab_size − 1; those that the target lacks are left out.
     """
+
+    draws: ClassVar[bool] = False
 
     vocab_size: int = flax.struct.field(pytree_node=False)
 

@@ -133,7 +133,10 @@ def _count_smaller(
 
     def narrow(step: jax.Array, low: jax.Array) -> jax.Array:
         """Narrows the number down: from `low` on, to fewer and fewer more."""
-        tried = low[:, None] + jnp.array(reaches)[step] * jnp.arange(1, _FAN)
+        # With many places the first ones tried lie past the greatest int32.
+        ahead = jnp.array(reaches, jnp.uint32)[step] * jnp.arange(1, _FAN, dtype=jnp.uint32)
+        tried = low[:, None].astype(jnp.uint32) + ahead
+        tried = jnp.minimum(tried, len(text.order) + 1).astype(jnp.int32)
         places = text.order[jnp.minimum(tried, len(text.order)) - 1].astype(jnp.int32)
         here, wanted = _read_endings(text, places), endings[:, None]
         differs = (here != wanted) & (jnp.arange(DEPTH) < depth[:, None, None])

@@ -274,10 +274,15 @@ def _exchange(new: pathlib.Path, place: pathlib.Path, old: pathlib.Path) -> None
     shutil.rmtree(old)
 
 
-def check_output(path: str | None, name: str = "output") -> None:
-    """Raises ValueError for a path that cannot be written, before hours of work are lost."""
+def check_output(path: str | None, name: str = "output", source: str | None = None) -> None:
+    """Raises ValueError for a path that cannot be written, before hours of work are lost.
+
+    It is also raised for the path of the input, `source`.
+    """
     if not path or is_pass_through(path):
         return
+    if source and places.is_same(path, source):
+        raise mismatch_error(name, f"{path!r}, which is the input", "another file")
     remote = places.make_path(path)
     if isinstance(remote, RemotePath):
         if path.endswith("/") or remote.is_dir():

@@ -29,6 +29,8 @@ class Drafter:
       reads_encoder: whether `init` gets the target's encoder output `[I, L, D]` as `encoded`.
       provides_probs: whether drafts come from distributions that a policy of γ can read
         (`Draft.seen`).
+      draws: whether tokens are drawn from distributions that a drafter's own temperature and
+        filters change (`drafter_sampling`).
       varies: whether fewer tokens than wanted may be drafted, or none.
       needs_target_state: whether it drafts from the target's cache or last state, so that it can
         only begin where the target stopped.
@@ -45,6 +47,7 @@ class Drafter:
 
     reads_encoder: ClassVar[bool] = False
     provides_probs: ClassVar[bool] = False
+    draws: ClassVar[bool] = True
     varies: ClassVar[bool] = False
     needs_target_state: ClassVar[bool] = False
     reads_states: ClassVar[bool] = False
@@ -188,6 +191,9 @@ class TreeDrafter(Drafter):
     kinds: ClassVar[Mapping[str, tuple[str, ...]]] = CHILDREN
     reads_nodes: ClassVar[bool] = False
     tree: ClassVar[Any] = None
+
+    def check_tree(self, tree: Any) -> None:
+        """Raises ValueError for a tree that it cannot draft although it is of its kinds."""
 
     def init_tree(
         self,

@@ -18,7 +18,7 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.checks import check_pair
 from specdec_jax.decoding.learning import FinishedOutput
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.files.reading import mismatch_error, read_bytes
+from specdec_jax.files.reading import MOST_BYTES, mismatch_error, read_bytes
 from specdec_jax.files.writing import write_file
 from specdec_jax.models import arguments, weight_layouts
 from specdec_jax.models.language_model import LanguageModel
@@ -292,8 +292,9 @@ class OnlineDistillation:
           ValueError: the file is damaged, or is of another drafter.
         """
         leaves, structure = jax.tree.flatten(self._state)
+        most = MOST_BYTES + 2 * sum(leaf.nbytes for leaf in leaves)
         try:
-            with np.load(io.BytesIO(read_bytes(path)), allow_pickle=False) as file:
+            with np.load(io.BytesIO(read_bytes(path, most)), allow_pickle=False) as file:
                 record = json.loads(str(file["record"]))
                 found = [file[f"leaf{i}"] for i in range(len(leaves))]
             counts = {name: type(getattr(self, name))(record[name]) for name in _COUNTS}

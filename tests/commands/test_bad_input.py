@@ -90,6 +90,18 @@ BAD = {
         ["generate", "PAIR", "--input_file=LATIN1", "--output_file=LATIN1"],
         "which is the input, expected",
     ),
+    "measurements over the input": (
+        ["measure", "PAIR", "--input_file=LATIN1", "--output=LATIN1"],
+        "which is the input, expected",
+    ),
+    "settings over the input": (
+        ["tune", "PAIR", "--input_file=LATIN1", "--config=LATIN1"],
+        "which is the input, expected",
+    ),
+    "compressed output": (
+        ["generate", "PAIR", "--output_file=a.txt.gz", "hello"],
+        "output_file: got 'a.txt.gz', expected a name without .gz",
+    ),
     "output file and stream": (
         ["generate", "PAIR", "--output_file=LATIN1", "--stream", "hello"],
         "stream: got True with output_file=",

@@ -152,7 +152,12 @@ def test_the_end_prints_the_outcome(validations, select, expected, tmp_path):
         "".join(f"{line}\n" for line in [json.dumps({"step": 1, "loss": 3}), *lines])
     )
     config = distill.DistillConfig(
-        target="a target", output_dir=str(tmp_path), select=select, greedy=False, samples=1
+        target="a target",
+        output_dir=str(tmp_path),
+        select=select,
+        greedy=False,
+        samples=1,
+        target_language="de",
     )
     *actual, command = distill_lines.describe_outcome(config)
     assert actual == expected
@@ -163,4 +168,5 @@ def test_the_end_prints_the_outcome(validations, select, expected, tmp_path):
         "--target=a target",
         f"--drafter={tmp_path / 'model'}",
     ]
+    assert "--target_language=de" in argv and "source_language" not in command
     assert "--temperature=1" in argv and f"--input_file={tmp_path / 'validation.txt'}" in argv

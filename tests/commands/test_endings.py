@@ -61,6 +61,12 @@ def test_nothing_is_printed_where_nothing_was_cut(capsys, pair):
     assert code == 0 and "length" not in err
 
 
+def test_outputs_that_a_deadline_ends_are_counted(capsys, pair):
+    code, _, err = generate(capsys, pair, "--deadline=0.000001", *TEXTS)
+    assert code == 0
+    assert err.endswith("3 of 3 outputs ended by --deadline, before they were whole\n")
+
+
 def test_inputs_that_are_too_long_are_counted_and_named(capsys, pair):
     target = sd.load(pair / "target", dtype="float32", say=lambda line: None)
     sizes = [len(target.vocabulary.encode(text)) + 1 for text in TEXTS]

@@ -237,6 +237,11 @@ def test_streamed_line_ends_become_spaces_as_in_a_whole_text(monkeypatch, capsys
     assert capsys.readouterr().out == join_lines("".join(pieces)) + "\n"
 
 
+def test_lines_are_joined_in_linear_time():
+    assert join_lines("a \r\n\tb  c\nd\n") == "a b  c d "
+    assert join_lines(" " * 200_000) == " " * 200_000, "by a regular expression: for hours"
+
+
 def test_stream_decodes_one_at_a_time_without_batch_size():
     assert [generate.GenerateOptions(stream=stream).rows for stream in (False, True)] == [8, 1]
     assert generate.GenerateOptions(batch_size=3).rows == 3

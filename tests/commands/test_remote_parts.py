@@ -1,5 +1,6 @@
 """The results of a job whose output lies in a store survive kills there, in parts."""
 
+import io
 import json
 import time
 
@@ -102,6 +103,22 @@ def test_a_kill_while_parts_are_removed_leaves_a_beginning(monkeypatch):
         monkeypatch.setattr(RemotePath, "unlink", remove)
         opened._parts.remove()
     assert removed == sorted(removed)[::-1] and len(removed) == 3
+
+
+def test_a_journal_is_restored_where_a_call_writes_less_than_is_given():
+    class Slow(io.BytesIO):
+        def write(self, content):
+            return super().write(content[:3])
+
+    with journal() as opened:
+        opened.add(1, ["zwei"])
+        wait_for(2)
+        whole = opened.path.read_bytes()
+        opened.path.write_bytes(b"")
+        file = Slow()
+        opened._parts.restore(file)
+        opened.path.write_bytes(whole)
+    assert file.getvalue() == whole
 
 
 def test_another_machine_goes_on_from_the_parts(machine):

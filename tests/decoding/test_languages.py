@@ -7,7 +7,7 @@ import pytest
 from golden_languages import make_model, open_vocabulary, read_records
 
 import specdec_jax as sd
-from specdec_jax.commands import main
+from specdec_jax.commands import demo, main
 from specdec_jax.decoding import continuous_batching, generation_config, inputs
 from specdec_jax.decoding.continuous_batching import decode_stream
 from specdec_jax.decoding.request import plan
@@ -221,6 +221,13 @@ def test_every_way_in_takes_the_languages(m2m, tmp_path, capsys):
     assert main.main(["generate", f"--target={tmp_path / 'model'}", *flags, *TEXTS]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["tokens"] for line in lines] == [list(rows[i]) for i in range(2)]
+    timed = ["--drafter=random", "--gamma=2", "--repeats=1"]
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[tuple] = []
+        patch.setattr(demo, "encode", lambda *given: seen.append(given) or inputs.encode(*given))
+        model = f"--target={tmp_path / 'model'}"
+        assert main.main(["demo", model, *timed, *flags[:3], *TEXTS]) == 0
+        assert seen[0][3:] == ("fr", "de")
     encoded = inputs.encode(m2m, TEXTS, 64, "fr", "de")
     assert encoded == [m2m.vocabulary.with_languages("fr").encode_input(text) for text in TEXTS]
 

@@ -23,6 +23,7 @@ from toy_models import compilations
 
 import specdec_jax as sd
 from specdec_jax.decoding.generate import advance, prepare
+from specdec_jax.drafters import lookahead
 from specdec_jax.drafters.named import make_named_drafter
 
 SMALL = dict(window=3, ngram=3, guesses=2, pool=8)
@@ -209,6 +210,14 @@ def test_output_of_sampled_rows(verifier):
 
 
 @pytest.mark.slow
+def test_ids_of_another_vocabulary_do_not_fill_the_window():
+    state, _ = prepare(TARGET, INPUTS, drafter=make(), max_new_tokens=4)
+    draft_state = state.draft_state
+    foreign = draft_state.inputs._replace(tokens=draft_state.inputs.tokens + 900)
+    window = lookahead.fill_window(draft_state._replace(inputs=foreign), state)
+    assert np.all(window < TARGET.config.vocab_size)
+
+
 def test_refilled_rows_begin_anew():
     inputs, options = INPUTS[:8], dict(max_new_tokens=LIMIT, eos_ids=(8,))
     expected = sd.generate(TARGET, inputs, drafter=make(), **options)

@@ -19,9 +19,10 @@ from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
 import specdec_jax as sd
 from specdec_jax.checkpoints import converter
 from specdec_jax.commands import count
+from specdec_jax.drafters import sorted_text
 from specdec_jax.drafters.continuations import Texts, follow_passages
 from specdec_jax.drafters.sorted_file import join_sequences, map_text, write_sorted
-from specdec_jax.drafters.sorted_text import DEPTH, find_places, sort_places
+from specdec_jax.drafters.sorted_text import DEPTH, SortedText, find_places, sort_places
 from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -397,6 +398,29 @@ def test_texts_of_a_command_are_those_that_rows_read(kind, tmp_path):
     converter.save(model, folder)
     count.run(count.CountOptions(str(folder), None, (str(lines),), suffix=True, output=str(path)))
     assert np.asarray(map_text(path)[0].ids).tolist() == [*(token + 1 for token in expected), 0]
+    if kind == "gpt":
+        return
+    # Sources and outputs in two languages, which the options name.
+    codes = [*model.vocabulary.languages.codes][:2]
+    spoken = model.vocabulary.with_languages(*codes)
+    expected = [
+        *spoken.encode_input("The river"),
+        model.start_token,
+        *spoken.encode_output("is long."),
+    ]
+    lines.write_text("The river\tis long.\n")
+    options = dict(zip(("source_language", "target_language"), codes), suffix=True)
+    count.run(count.CountOptions(str(folder), None, (str(lines),), output=str(path), **options))
+    assert np.asarray(map_text(path)[0].ids).tolist() == [*(token + 1 for token in expected), 0]
+
+
+def test_a_search_goes_past_the_greatest_int32(monkeypatch):
+    """As in a text of 2**28 places, of which the first tried is 15 times as far."""
+    monkeypatch.setattr(sorted_text, "_FAN", 2**16)
+    text = SortedText.make(np.full(70_000, 3, np.int32), np.arange(70_000, dtype=np.int32))
+    endings, depth = jnp.full((1, DEPTH), 9), jnp.array([DEPTH])
+    found = sorted_text._count_smaller(text, endings, depth, jnp.array([True]))
+    assert found.tolist() == [70_000]
 
 
 @parametrize("vocab", [2**16, 2**16 - 1], first=1)

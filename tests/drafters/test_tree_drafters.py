@@ -4,6 +4,7 @@ Children of merged trees are verified by their own drafter's distribution.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -306,6 +307,28 @@ def test_two_equal_drafters_draw_apart():
     assert np.any(draft.valid[:, 1] & (draft.tokens[:, 1] != draft.tokens[:, 2]))
 
 
+@pytest.mark.parametrize("nested", ["first", "second"])
+def test_three_equal_drafters_draw_apart(nested):
+    target, drafter = hash_pair()
+    one = sd.ModelDrafter(drafter)
+    two = sd.MergedDrafter(one, one)
+    parts = (two, one) if nested == "first" else (one, two)
+    tree = Tree((0, 0, 0, 0), children="iid")
+    draft, _, _ = first_tree(target, sd.MergedDrafter(*parts), INPUTS, PREFIXES, tree)
+    for a, b in itertools.combinations((1, 2, 3, 4), 2):
+        assert np.any(draft.valid[:, 1] & (draft.tokens[:, a] != draft.tokens[:, b]))
+
+
+@pytest.mark.slow
+def test_distribution_of_a_merged_tree_in_another():
+    target, drafter = hash_pair()
+    one = sd.ModelDrafter(drafter)
+    three = sd.MergedDrafter(sd.MergedDrafter(one, one), one)
+    options = dict(tree=Tree((0, 0, 0, 0), "iid", "recursive"), gamma="auto", verifier="block")
+    counts, _ = sample(target, three, SPREAD, 40_000, **options)
+    assert g_test(counts, joint_distribution(target, SPREAD)) > 1e-9
+
+
 def merged_distribution(verifier: str, run=advance) -> float:
     """Returns the p-value of 40,000 outputs of three tokens, under the target's distribution."""
     target, drafter = hash_pair()
@@ -373,7 +396,12 @@ def test_what_makes_no_sense_is_rejected():
             dict(tree=Tree.uniform((2, 1), children="mixed")),
             "children: got 'mixed' with MergedDrafter",
         ),
-        (two, dict(tree=Tree.chain(3)), "at least two children of node 0"),
+        (two, dict(tree=Tree.chain(3)), "for 2 drafters: got .* at least 2 children of node 0"),
+        (
+            sd.MergedDrafter(model, two),
+            dict(tree=Tree((0, 0, 0))),
+            "for 3 drafters: got .* at least 4 children of node 0",
+        ),
         (two, dict(gamma=3), "tree: got None with MergedDrafter"),
         (
             sd.MergedDrafter(model, lookup),

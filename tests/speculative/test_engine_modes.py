@@ -387,6 +387,7 @@ ERRORS = [
     ),
     (dict(inputs=[[3, V]]), "inputs: got ids outside the vocabulary, expected 0 to 15"),
     (dict(inputs=[[3, -1]]), "inputs: got ids outside the vocabulary"),
+    (dict(inputs=[[3, 2**32 + 3]]), r"inputs: got ids outside .* \(input 0: id 4294967299\)"),
     (dict(inputs=np.zeros(3, np.int32)), r"inputs: got an array of shape \(3,\) and type int32"),
     (dict(inputs=np.zeros((2, 3))), "type float64, expected integers"),
     (dict(input_lengths=[1, 1]), "input_lengths: got lengths with a list"),

@@ -15,6 +15,7 @@ import specdec_jax as sd
 from specdec_jax.decoding import under_jit
 from specdec_jax.decoding.results import Stats
 from specdec_jax.drafters.drafting import draft_without_calls, point_mass
+from specdec_jax.files import reading
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.training import online
 
@@ -151,6 +152,17 @@ def test_a_restored_learner_goes_on_as_if_it_had_not_been_killed(target, drafter
     feed(learner, 40, 48), feed(restored, 40, 48)
     assert restored.updates == learner.updates == 3
     assert same([restored.drafter, learner.drafter])
+
+
+@pytest.mark.slow
+def test_a_learner_larger_than_other_files_is_restored(tmp_path):
+    target = tiny_t5(0, vocab=V, emb_dim=128, mlp_dim=512)
+    drafter, path = sd.ModelDrafter(noisy_copy(target, 0.4)), tmp_path / "learned"
+    feed(make(target, drafter), 0, 40).save(path)
+    assert path.stat().st_size > reading.MOST_BYTES
+    restored = make(target, drafter)
+    restored.restore(path)
+    assert restored.updates
 
 
 def test_a_damaged_or_foreign_file_is_rejected_in_one_line(target, drafter, tmp_path):
