@@ -265,6 +265,7 @@ class EagleRun(train.Run):
             eos_ids=drafter.eos_ids,
             name=drafter.name,
             encoder_fingerprint=drafter.encoder_fingerprint,
+            generation_config=drafter.generation_config,
         )
         eagle = EagleDrafter(model, self.target, params["projections"])
         eagle.save(mirrors.find_folder(path) / "eagle", dtype="bfloat16")

@@ -225,8 +225,15 @@ class HeadsRun(train.Run):
         params = self.saved.restore_best(train.make_abstract_state(self.init))
         if self.settings.trains_backbone:
             shape = target.config.replace(dtype="float32")
-            ids = dict(start_token=target.start_token, eos_ids=target.eos_ids, name="target")
-            target = LanguageModel(shape, params["target"], target.vocabulary, **ids)
+            target = LanguageModel(
+                shape,
+                params["target"],
+                target.vocabulary,
+                start_token=target.start_token,
+                eos_ids=target.eos_ids,
+                name="target",
+                generation_config=target.generation_config,
+            )
             converter.save(target, output / "target", dtype="bfloat16")
             print_line(f"wrote {mirrors.name_inside(path, 'target')}")
         heads = self.settings.heads_config(self.shape)

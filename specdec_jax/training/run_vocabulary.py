@@ -9,6 +9,7 @@ from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.files import reading
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.tokenizers.vocabularies import (
     SentencePieceVocabulary,
     TokenizerJsonVocabulary,
@@ -26,11 +27,13 @@ class RunVocabulary(NamedTuple):
       vocabulary: maps text to ids.
       start_token: id that every sequence of the decoder begins with.
       eos_ids: ids that end a sequence of the model.
+      generation_config: how the model decodes where a call does not choose otherwise.
     """
 
     vocabulary: Vocabulary
     start_token: int
     eos_ids: tuple[int, ...]
+    generation_config: ModelDefaults = ModelDefaults()
 
     def write(self, folder: pathlib.Path) -> None:
         """Writes a record, and the vocabulary's file, from which `read` makes the same."""
@@ -40,7 +43,9 @@ class RunVocabulary(NamedTuple):
             entry |= {"file": TRAINED}
         if contents:
             write_file(folder / entry["file"], contents)
-        ids = {"start_token": self.start_token, "eos_ids": list(self.eos_ids)}
+        ids: dict[str, Any] = {"start_token": self.start_token, "eos_ids": list(self.eos_ids)}
+        if defaults := self.generation_config.written():
+            ids["generation_config"] = defaults
         write_file(folder / _RECORD, json.dumps({"vocabulary": entry} | ids, indent=1) + "\n")
 
     @classmethod
@@ -51,7 +56,9 @@ class RunVocabulary(NamedTuple):
             entry, start, ends = (record[name] for name in ("vocabulary", "start_token", "eos_ids"))
             if not all(type(i) is int for i in (start, *ends)):
                 raise TypeError("ids")
-            return cls(native_format.open_vocabulary(folder, entry), start, tuple(ends))
+            defaults = ModelDefaults.read(record.get("generation_config", {}), folder / _RECORD)
+            vocabulary = native_format.open_vocabulary(folder, entry)
+            return cls(vocabulary, start, tuple(ends), defaults)
         except (KeyError, TypeError, AttributeError) as error:
             got = f"{folder / _RECORD}: got {reading.quote_value(record)}"
             expected = "the vocabulary and special ids of a training run"
@@ -77,7 +84,8 @@ class RunVocabulary(NamedTuple):
         if model.vocabulary is None:
             expected = "one with a vocabulary (spiece.model or tokenizer.json)"
             raise ValueError(f"{name}: got {path} without a vocabulary, expected {expected}")
-        return cls(model.vocabulary, model.start_token, tuple(model.eos_ids))
+        defaults = model.generation_config or ModelDefaults()
+        return cls(model.vocabulary, model.start_token, tuple(model.eos_ids), defaults)
 
 
 def check_same(name: str, got: RunVocabulary, other: str, expected: RunVocabulary) -> None:

@@ -159,6 +159,7 @@ def _export(
         eos_ids=ids.eos_ids,
         name=path.name,
         encoder_fingerprint=fingerprint.read_text() if fingerprint.is_file() else None,
+        generation_config=ids.generation_config,
     )
     converter.save(model, path, dtype=dtype)
 

@@ -124,7 +124,8 @@ def test_a_vocabulary_without_padding_is_distilled(vocabularies, language, tmp_p
 @pytest.mark.parametrize("kind", ["tokenizer.json", "no padding", "bytes"])
 def test_a_run_keeps_the_vocabulary_of_its_model(kind, vocabularies, language, tmp_path):
     vocabulary = vocabularies[kind]
-    given = {"x": run_vocabulary.RunVocabulary(vocabulary, 3, (5, 7))}
+    defaults = sd.ModelDefaults(forced_bos_token_id=4, bad_words_ids=((3, 4),))
+    given = {"x": run_vocabulary.RunVocabulary(vocabulary, 3, (5, 7), defaults)}
     corpus = config_of(language, tmp_path).corpus
     ids = run_vocabulary.choose_vocabulary(
         "", tmp_path, vocabulary.size, given, corpus, pytest.fail
@@ -132,7 +133,11 @@ def test_a_run_keeps_the_vocabulary_of_its_model(kind, vocabularies, language, t
     assert ids == given["x"] and not list(tmp_path.iterdir())
     ids.write(tmp_path)
     read = run_vocabulary.RunVocabulary.read(tmp_path)
-    assert read.vocabulary.fingerprint() == vocabulary.fingerprint() and read[1:] == (3, (5, 7))
+    assert read.vocabulary.fingerprint() == vocabulary.fingerprint() and read[1:] == (
+        3,
+        (5, 7),
+        defaults,
+    )
     other = {"y": run_vocabulary.RunVocabulary(vocabulary, 2, (5, 7))}
     for path, size, more, message in (
         ("", 7, {}, f"vocabulary: got {vocabulary.size} tokens of x, expected vocabulary_size = 7"),

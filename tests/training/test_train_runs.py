@@ -22,13 +22,14 @@ from devices import SPECDEC, fill, small_disk
 from terminal import as_stderr
 from toy_training import CONFIGS, TINY, config_of
 
+import specdec_jax as sd
 from specdec_jax.checkpoints import converter, loader
 from specdec_jax.commands import main
 from specdec_jax.files import progress
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.tokenizers import vocabularies
-from specdec_jax.training import corpus, losses, run_folder, train
+from specdec_jax.training import corpus, losses, run_folder, run_vocabulary, train
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -104,7 +105,10 @@ def test_export_takes_the_best_or_the_newest(finished, tmp_path):
         config, output_dir=str(tmp_path / "gone")
     )  # the copy of a run that is no more
     run_folder.record_settings(gone, copy)
+    defaults = sd.ModelDefaults(forced_eos_token_id=1)
+    run_vocabulary.RunVocabulary.read(copy)._replace(generation_config=defaults).write(copy)
     train.export(copy, tmp_path / "best", dtype=None)
+    assert loader.load(tmp_path / "best").generation_config == defaults
     train.export(copy, tmp_path / "newest", "newest", dtype=None)
 
     def same(a, b):
