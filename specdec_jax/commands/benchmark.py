@@ -144,7 +144,9 @@ class BenchmarkOptions(generation_flags.SearchFlags, DecodingOptions):
             raise ValueError(f"input_length: got {self.preset_length}, expected at most {most}")
         for name, preset in presets.items():
             if preset:
-                check_positions(PRESETS[preset], self.preset_length + self.max_new_tokens, name)
+                shape, length = PRESETS[preset], self.preset_length
+                output = (length if shape.decoder_only else 1) + self.max_new_tokens
+                check_positions(shape, max(length, output), name)
         check_output(self.output, source=self.input_file)
         if self.plot:
             plots.check(self.plot)

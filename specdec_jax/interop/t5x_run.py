@@ -125,10 +125,10 @@ class Totals:
         """Returns the line about the end."""
         calls, drafted, accepted = self.counts
         rate = f"{accepted / drafted:.1%} of them" if drafted else "none"
-        each = f"{(calls + accepted) / max(calls, 1):.2f} {self.what} a call"
+        each = f"{accepted / max(calls, 1):.2f} a call"
         return (
-            f"{self.batches} batches, rows that fill them up included: {calls:,} target calls, "
-            f"{each}; {drafted:,} drafted {self.what}, {accepted:,} accepted ({rate})"
+            f"{self.batches} batches, rows that fill them up included: {calls:,} target calls; "
+            f"{drafted:,} drafted {self.what}, {accepted:,} accepted ({rate}, {each})"
         )
 
 

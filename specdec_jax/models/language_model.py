@@ -244,9 +244,9 @@ class LanguageModel:
         """Returns the teacher-forced logits of the token after each of `decoder_tokens`.
 
         Args:
-          inputs: `[B, L]` ids; 0 before or after the text is padding. For a decoder-only model they
-            are the tokens before `decoder_tokens`, 0 is an ordinary id, and None means that there
-            are none.
+          inputs: `[B, L]` ids; the model's padding id (T5's is 0, BART's 1) before or after the
+            text is padding. For a decoder-only model they are the tokens before
+            `decoder_tokens`, 0 is an ordinary id, and None means that there are none.
           decoder_tokens: `[B, T]` decoder inputs, the start token first; for a decoder-only model
             any part of a sequence.
           input_lengths: `[B]`, number of ids of each input that count; None: see `inputs`.

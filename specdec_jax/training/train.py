@@ -63,6 +63,7 @@ def fit(config: TrainConfig, on_start: Callable[[], object] = lambda: None) -> d
       KeyboardInterrupt: after a signal, when the run is saved.
     """
     check_files(config, config.corpus.files)
+    check_lengths(config, "model", config.model)
     print_line("reading the files of examples")
     make_run = functools.partial(Run, config)
     return run_to_end(config, Run.fixed, make_run, on_start, config.select).params
@@ -448,6 +449,10 @@ def _load_initial_params(config: TrainConfig) -> dict | None:
     deeper = _drop_rounding(model.config.replace(**counts))
     expected = f"the shape {config.model}, or it with fewer layers"
     expect(deeper == _drop_rounding(config.model), "initialise_from", model.config, expected)
+    options = model.config.block_options()
+    can_grow = options.norm_place == "pre" and len(options.layer_kinds) == 1
+    expected = "as many layers, since these are not alike, or are normalised after they are added"
+    expect(can_grow or not more, "initialise_from", model.config, expected)
     params = model.params
     for stack, wanted in more.items():
         params = deepen(params, stack, wanted)

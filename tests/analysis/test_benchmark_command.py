@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import io
 import json
 import re
@@ -174,3 +175,12 @@ def test_a_record_survives_whatever_fails(monkeypatch, capsys, tmp_path, fails):
 def test_rejects(settings, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(benchmark_command.BenchmarkOptions(target="target"), **settings).check()
+
+
+def test_a_presets_stacks_have_positions_of_their_own():
+    """448 ids of an input and 128 new tokens fit an encoder and a decoder of 512 positions."""
+    shape = dict(preset="marian/opus", target=None, input_length=448)
+    make = functools.partial(benchmark_command.BenchmarkOptions, **shape)
+    make(max_new_tokens=128).check()
+    with pytest.raises(ValueError, match="preset: got .* up to 513 .* at most num_positions = 512"):
+        make(max_new_tokens=512).check()

@@ -101,7 +101,6 @@ def test_the_line_at_the_end(capsys, monkeypatch):
     run(counts), run(counts)
     totals.finish()
     assert capsys.readouterr().err == (
-        "specdec_jax: 2 batches, rows that fill them up included: 24 target calls, 2.25 tokens a "
-        "call; 40 drafted "
-        "tokens, 30 accepted (75.0% of them)\n"
+        "specdec_jax: 2 batches, rows that fill them up included: 24 target calls; 40 drafted "
+        "tokens, 30 accepted (75.0% of them, 1.25 a call)\n"
     )

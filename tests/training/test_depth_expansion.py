@@ -10,6 +10,7 @@ from toy_training import TINY, TINY_GPT, config_of
 
 from specdec_jax.checkpoints import converter, loader
 from specdec_jax.models import parameters
+from specdec_jax.models.bart import BartConfig
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.tokenizers import vocabularies
@@ -65,6 +66,24 @@ def test_copies_follow_their_layers():
     for layers in (1, 0):
         with pytest.raises(ValueError, match=f"decoder: got 2 layers, expected from 1 to {layers}"):
             depth_expansion.deepen(params, "decoder", layers)
+
+
+def test_layers_whose_copies_would_not_add_little_are_rejected(language, tmp_path):
+    """A norm after a block would undo the tenth."""
+    shape = BartConfig(40, 8, 2, 1, 1, 16, num_positions=32)
+    vocabulary = vocabularies.SentencePieceVocabulary.train(
+        (language / "train.tsv").read_text().split("\n"), 40
+    )
+    converter.save(LanguageModel.random(shape, 0, vocabulary, eos_ids=(1,)), tmp_path / "start")
+    deeper = dataclasses.replace(shape, num_decoder_layers=2)
+    config = config_of(
+        language, tmp_path / "run", model=deeper, initialise_from=str(tmp_path / "start")
+    )
+    with pytest.raises(ValueError, match="initialise_from: got BartConfig.*as many layers"):
+        train.Run(config, run_folder.Checkpoints(tmp_path / "run")).initial_state()
+    short = config_of(language, tmp_path / "run", model=shape.replace(num_positions=16))
+    with pytest.raises(ValueError, match="model: got '16 positions', .* buckets = 32"):
+        train.fit(short)
 
 
 @pytest.mark.slow
