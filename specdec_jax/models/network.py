@@ -382,12 +382,6 @@ def check_positions(config: ModelConfig, length: int, whose: str = "tokens") -> 
         raise mismatch_error(whose, got, f"at most num_positions = {config.max_positions}")
 
 
-def count_until_padding(tokens: Int[np.ndarray, "B L"]) -> Int[np.ndarray, " B"]:
-    """Returns one past the place of the last id other than 0 in each row."""
-    ends = np.where(tokens != 0, np.arange(1, tokens.shape[1] + 1), 0)
-    return ends.max(axis=1, initial=0).astype(np.int32)
-
-
 @jax.jit
 def teacher_forced_logits(
     network: Network,

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Int, Integer
 
 from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models import arguments
-from specdec_jax.models.network import count_until_padding, is_decoder_only
+from specdec_jax.models.network import is_decoder_only
 from specdec_jax.tokenizers.vocabularies import PAD_ID
 
 # Padded lengths: powers of two with one step between, so that few shapes compile and at most a
@@ -75,11 +75,13 @@ def move_left(
     ids: Integer[np.ndarray, "B L"], text: Bool[np.ndarray, "B L"]
 ) -> tuple[Integer[np.ndarray, "B L"], Int[np.ndarray, " B"]]:
     """Returns ids whose rows begin with their first text, and each row's length of text."""
-    width, marked = text.shape[1], text.astype(np.int32)
-    ends = count_until_padding(marked)
-    starts = np.where(ends > 0, width - count_until_padding(marked[:, ::-1]), 0)
-    places = starts[:, None] + np.arange(width)
+    if not text.size:
+        return ids, np.zeros(len(ids), np.int32)
+    width, some = text.shape[1], text.any(axis=1)
+    starts = np.where(some, text.argmax(axis=1), 0)
+    ends = np.where(some, width - text[:, ::-1].argmax(axis=1), 0)
     if starts.any():
+        places = starts[:, None] + np.arange(width)
         moved = np.take_along_axis(ids, np.minimum(places, width - 1), axis=1)
         ids = np.where(places < width, moved, PAD_ID)
     return ids, (ends - starts).astype(np.int32)

@@ -15,7 +15,7 @@ from golden_models import GOLDEN
 from make_checkpoints import FORMATS, PARAMS, TENSORS, TINY, TINY_1_0, model_of
 
 from specdec_jax.checkpoints import converter, huggingface_t5, loader, stored_tensor
-from specdec_jax.models import network, parameters
+from specdec_jax.models import padding, parameters
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.tokenizers import vocabularies
 
@@ -131,12 +131,15 @@ def test_ids_that_a_model_lacks_have_no_logits():
             model.logits(inputs, decoder_tokens)
 
 
-def test_lengths_of_padded_rows():
-    np.testing.assert_array_equal(
-        network.count_until_padding(np.array([[3, 0, 4, 0], [0, 0, 0, 0], [1, 2, 3, 4]])), [3, 0, 4]
-    )
-    got = network.count_until_padding(np.zeros((2, 0), np.int32))
-    assert got.tolist() == [0, 0] and got.dtype == np.int32
+def test_text_of_padded_rows():
+    """It is moved to the left; padding inside it stays."""
+    ids = np.array([[3, 0, 4, 0], [0, 0, 0, 0], [1, 2, 3, 4], [0, 0, 5, 6]])
+    moved, lengths = padding.move_left(ids, ids != 0)
+    np.testing.assert_array_equal(moved, [[3, 0, 4, 0], [0] * 4, [1, 2, 3, 4], [5, 6, 0, 0]])
+    assert lengths.tolist() == [3, 0, 4, 2] and lengths.dtype == np.int32
+    none = np.zeros((2, 0), np.int32)
+    moved, lengths = padding.move_left(none, none != 0)
+    assert moved.shape == (2, 0) and lengths.tolist() == [0, 0] and lengths.dtype == np.int32
 
 
 TIES = {

@@ -10,9 +10,14 @@ import numpy as np
 
 from specdec_jax.models import parameters, weight_layouts
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import count_until_padding
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.tokenizers.vocabularies import Vocabulary
+
+
+def count_until_padding(tokens: np.ndarray) -> np.ndarray:
+    """Returns one past the place of the last id other than 0 in each row."""
+    ends = np.where(tokens != 0, np.arange(1, tokens.shape[1] + 1), 0)
+    return ends.max(axis=1, initial=0).astype(np.int32)
 
 
 def tiny_t5(seed: int, vocab: int = 24, decoder_layers: int = 2, **overrides) -> LanguageModel:
