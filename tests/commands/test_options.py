@@ -177,11 +177,16 @@ def test_stop_is_repeatable(decode):
         )
 
 
-def test_deadline(decode):
-    """Over after the first iteration, of at most γ + 1 tokens."""
-    records = decode("--deadline=1e-9")
-    assert {record["finish_reason"] for record in records} <= {"deadline", "eos"}
-    assert "deadline" in {record["finish_reason"] for record in records}
+def test_deadline(specdec):
+    """Over after the first iteration, of at most γ + 1 tokens; standard error says so."""
+    flags = ["--batch_size=2", "--json", "--deadline=1e-9"]
+    code, out, err = specdec("generate", *command_line.MODELS, *flags, *TEXTS)
+    records = [json.loads(line) for line in out.splitlines()]
+    reasons = [record["finish_reason"] for record in records]
+    late = reasons.count("deadline")
+    assert late and {*reasons} <= {"deadline", "eos"}
+    assert code == 0
+    assert err == f"{late} of 2 outputs ended by --deadline, before they were whole\n"
     assert all(1 <= len(record["tokens"]) <= 3 for record in records)
 
 
