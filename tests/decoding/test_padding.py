@@ -207,3 +207,10 @@ def test_arrays_of_strings_are_strings(kind):
     expected = sd.generate(TARGET, ["w3 w4", "w5"], max_new_tokens=3)
     found = sd.generate(TARGET, texts, max_new_tokens=3)
     np.testing.assert_array_equal(found.tokens, expected.tokens)
+
+
+def test_an_array_that_is_given_stays_as_it_was():
+    """An empty prompt becomes the start token, in a copy."""
+    inputs = np.full((2, 8), 5, np.int32)
+    sd.generate(golden(), inputs, input_lengths=[8, 0], max_new_tokens=1)
+    assert (inputs == 5).all()
