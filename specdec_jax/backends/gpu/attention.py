@@ -129,24 +129,20 @@ def _pad_axes(queries: int) -> int:
 class CacheBlocks:
     """Keys and values of one row and head of a cache, which a program reads block by block.
 
-    The first block is read when it is made, which is long before it is needed.
-
     Attributes:
       count: slots of the cache.
       size: slots of a block, a power of two.
+      first: the first block, which is read when this is made: long before it is needed.
     """
 
     def __init__(self, program: "HeadProgram", caches: Sequence[Ref]):
         self._program, self._caches, self.count = program, caches, caches[0].shape[2]
         slots = _MOST_BYTES // (program.columns.size * caches[0].dtype.itemsize)
         self.size = min(slots, _MOST_SLOTS)
-        self._first = self._read(0)
+        self.first = self.read(0)
 
     def read(self, number: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the slots `[N]` of a block, and their keys and values `[N, K]`."""
-        return self._first if isinstance(number, int) and number == 0 else self._read(number)
-
-    def _read(self, number: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
         slots, program = number * self.size + jnp.arange(self.size), self._program
         place = program.row, program.head, self.clip(slots)[:, None], program.columns
         key, value = (buffer[place] for buffer in self._caches)
@@ -267,16 +263,20 @@ class HeadProgram:
         All scores are 0 if `alike`.
         """
 
-        def add_block(number: jax.Array | int, sums: tuple[jax.Array, ...]) -> tuple:
-            slots, key, value = blocks.read(number)
+        def add_block(block: tuple[jax.Array, ...], sums: tuple[jax.Array, ...]) -> tuple:
+            slots, key, value = block
             inside = slots < limit
             key, value = (jnp.where(inside[:, None], x, 0) for x in (key, value))
             key = key if alike is False else jnp.where(alike, 0, key)
             bias = None if read_bias is None else read_bias(blocks.clip(slots))
             return self._add_keys(sums, query, key, value, inside[None], bias)
 
-        count = pl.cdiv(limit, blocks.size)
-        _, total, weighted = jax.lax.fori_loop(1, count, add_block, add_block(0, sums))
+        _, total, weighted = jax.lax.fori_loop(
+            1,
+            pl.cdiv(limit, blocks.size),
+            lambda number, sums: add_block(blocks.read(number), sums),
+            add_block(blocks.first, sums),
+        )
         return weighted / total[:, None]
 
     def store(self, target: Ref, place: tuple[jax.Array, ...], new: jax.Array) -> None:
