@@ -243,7 +243,7 @@ def check_limits(sampling: SamplingConfig, limits: np.ndarray, samples: int) -> 
     It is also raised if several samples are wanted at temperature 0.
     """
     lasts = [max(row, default=-1) for row in sampling.list_forced_tokens()]
-    ends = limits if len(lasts) == len(limits) else [max(limits)] * len(lasts)
+    ends = limits if len(lasts) == len(limits) else [min(limits)] * len(lasts)
     least = sampling.min_new_tokens
     last, end = max(zip(lasts, ends), key=lambda pair: pair[0] - pair[1])
     greedy = f"{samples} at temperature 0, expected 1, since all would be the same"

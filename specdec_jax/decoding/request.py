@@ -28,6 +28,7 @@ from specdec_jax.decoding.checks import (
     check_stop,
     check_target,
     cut_to_positions,
+    unsupported,
     verifier_settings,
 )
 from specdec_jax.decoding.defaults import (
@@ -332,8 +333,11 @@ def plan(
     sampling = fill_sampling(target, defaults, config.sampling, prefix_lengths, limits, eos_ids)
     sampling = sampling if prefixed else force_languages(sampling, languages)
     own = config.drafter_sampling
+    width = int(max(gammas))
     check_drafter_sampling(own, sampling, drafter, tree)
-    rows, width = sampling.rows(batch, target.config.vocab_size), int(max(gammas))
+    if own is not None and not width:
+        raise unsupported("drafter_sampling", "one with gamma = 0", "None")
+    rows = sampling.rows(batch, target.config.vocab_size)
     parameters = "lenience", "typical_epsilon", "typical_delta", "synthetic_alpha"
     given = {name: getattr(config, name) for name in parameters}
     settings = verifier_settings(verifier, sampling, width, batch, **given)

@@ -237,7 +237,8 @@ def _find_errors(
     target: LanguageModel, state: Committed, request: Request
 ) -> list[NonFiniteLogitsError | None]:
     """Returns the first error of each row, the target's before the drafter's, or None."""
-    source = f"the target {target.name}" + " or the processor" * bool(request.config.mode.processor)
+    processor = " or the processor" * bool(request.config.mode.processor)
+    source = f"the target {target.name}".rstrip() + processor
     if state.search is not None:
         return [
             NonFiniteLogitsError(source, int(number), int(token) - 1) if token else None
@@ -247,9 +248,8 @@ def _find_errors(
     for row in np.flatnonzero(state.draft_failed):
         token = int(state.draft_failed[row] - request.prefix_lengths[row])
         assert request.drafter is not None
-        found[row] = NonFiniteLogitsError(
-            f"the drafter {request.drafter.name}", int(request.inputs[row]), token, True
-        )
+        drafter = f"the drafter {request.drafter.name}".rstrip() + processor
+        found[row] = NonFiniteLogitsError(drafter, int(request.inputs[row]), token, True)
     slots = np.arange(state.tokens.shape[1])
     committed = (slots >= request.prefix_lengths[:, None]) & (slots < state.lengths[:, None])
     rows, wrong = np.nonzero(committed & ~np.isfinite(state.log_probs))

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.checks import UnsupportedCombination, unsupported
 from specdec_jax.decoding.strategies import STRATEGIES
 from specdec_jax.models import arguments
 from specdec_jax.speculative.beam_drafter import BeamDrafter
@@ -89,10 +89,15 @@ class BeamOptions:
     def config(
         self, ends: int, mode: SamplingMode, vocab_size: int, gamma: int, drafter: Drafter | None
     ) -> BeamConfig:
-        """Returns the static settings; arguments as in `BeamConfig`, and what drafts the levels."""
+        """Returns the static settings; arguments as in `BeamConfig`, and what drafts the levels.
+
+        Raises UnsupportedCombination for a `beam_width` where nothing is drafted.
+        """
         width = 0
-        if isinstance(drafter, BeamDrafter):
+        if isinstance(drafter, BeamDrafter) and gamma:
             width = drafter.beam_width(self.num_beams, self.beam_width)
+        elif self.beam_width is not None:
+            raise unsupported("beam_width", f"{self.beam_width} where nothing is drafted", "None")
         return BeamConfig(
             self.num_beams,
             ends,

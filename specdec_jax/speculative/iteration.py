@@ -76,9 +76,9 @@ class ChainDecoding:
             drafted = drafter.draft(state.draft_state, state.for_drafter(), num_wanted)
             draft_state, draft = check_draft(drafter, drafted, state)
             draft = draft._replace(num_drafted=jnp.minimum(draft.num_drafted, num_wanted))
-            draft, state = _cut_failures(draft, state)
+            draft, failed = _cut_failures(draft, state)
         else:
-            draft_state, draft = None, _make_empty_draft(batch, config)
+            draft_state, draft, failed = None, _make_empty_draft(batch, config), None
 
         # Score the last committed token and the drafted ones in one call, verify, and commit.
         cache = state.target_cache if draft.target_cache is None else draft.target_cache
@@ -87,6 +87,8 @@ class ChainDecoding:
         before = state.replace(target_cache=cache, draft_state=None)
         after, (states, logits) = _score_and_commit(target, before, draft, fed, drafter)
         after = after.replace(draft_state=draft_state)
+        if failed is not None:
+            after = note_failures(after, failed)
         if drafter is not None:
             scored = Scored(fed, states, logits, after.lengths - state.lengths)
             after = after.replace(draft_state=drafter.observe(draft_state, after, scored))
@@ -142,18 +144,34 @@ def check_draft(drafter: Drafter, returned: Any, state: DecodeState) -> tuple[An
     return draft_state, draft
 
 
-def _cut_failures(draft: Draft, state: DecodeState) -> tuple[Draft, DecodeState]:
-    """Cuts drafts before the first token whose distribution contained NaN, and notes its slot.
+def _cut_failures(draft: Draft, state: DecodeState) -> tuple[Draft, PerRow]:
+    """Cuts drafts before the first token whose distribution contained NaN.
 
     Where a draft is cut does not depend on what was drawn, so that the output distribution stays
     the target's.
+
+    Returns:
+      The drafts, and the slots of these tokens for `note_failures`.
     """
     offsets, gamma = jnp.arange(state.config.gamma), state.config.gamma
     first = jnp.min(jnp.where(draft.tokens < 0, offsets, gamma), axis=1)
-    failed = (first < draft.num_drafted) & (state.draft_failed == 0)
-    state = state.replace(draft_failed=jnp.where(failed, state.lengths + first, state.draft_failed))
+    slots = jnp.where(first < draft.num_drafted, state.lengths + first, state.tokens.shape[1])
     num_drafted = jnp.minimum(draft.num_drafted, first)
-    return draft._replace(tokens=jnp.maximum(draft.tokens, 0), num_drafted=num_drafted), state
+    return draft._replace(tokens=jnp.maximum(draft.tokens, 0), num_drafted=num_drafted), slots
+
+
+def note_failures(after: DecodeState, slots: PerRow) -> DecodeState:
+    """Notes the first slot of each row at which the drafter's distribution contained NaN.
+
+    Only where tokens up to this slot were committed: after others, which the target rejected, a
+    processor of the user's may give NaN that plain decoding never meets.
+
+    Args:
+      after: the state after the commit.
+      slots: the slots of this iteration's drafts; past the buffer where there is none.
+    """
+    failed = (slots < after.lengths) & (after.draft_failed == 0)
+    return after.replace(draft_failed=jnp.where(failed, slots, after.draft_failed))
 
 
 def _make_empty_draft(batch: int, config: StaticConfig) -> Draft:

@@ -99,7 +99,7 @@ def make_budget(policy: Policy, tree: Tree | DynamicTree) -> Policy:
 
     A `DynamicTree` is taken for that of its size and depth which `RANK_SHARES` make best.
     """
-    if not isinstance(policy, CostAware):
+    if type(policy) is not CostAware:  # a user's subclass has its own rule
         return policy
     if isinstance(tree, DynamicTree):
         shape = Tree.best(RANK_SHARES[0, : tree.width].tolist(), tree.nodes, tree.depth)

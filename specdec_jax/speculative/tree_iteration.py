@@ -22,7 +22,12 @@ from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions, randomness
 from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.drafter import TreeDrafter
-from specdec_jax.speculative.iteration import ChainDecoding, commit, find_most_probable
+from specdec_jax.speculative.iteration import (
+    ChainDecoding,
+    commit,
+    find_most_probable,
+    note_failures,
+)
 from specdec_jax.speculative.policy import choose_gamma
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.state import (
@@ -79,8 +84,6 @@ class TreeDecoding(ChainDecoding):
             jnp.where(max_depth > 0, wanted, 0),
             max_depth,
         )
-        state = _note_failure(state, draft)
-
         tokens = jnp.maximum(draft.tokens, 0)
         nodes = WindowNodes(
             origins, origins, draft.branches.depths, draft.branches.lines, state.tokens.shape[1]
@@ -119,6 +122,7 @@ class TreeDecoding(ChainDecoding):
             adjusted,
             draft.num_drafted,
         )
+        after = note_failures(after, _find_failures(state, draft, verified))
         # The path's keys and values go to the slots that follow node 0's. Mostly they lie there
         # already, but to decide that would copy the caches: a few rows cost less to move.
         cache = target.move_nodes(cache, origins[:, None] + path[:, 1:], origins + 1)
@@ -144,12 +148,17 @@ def _score_path(nodes: ScoredNodes, num_new: PerRow) -> Scored:
     return Scored(tokens, take(nodes.states), take(nodes.logits), num_new, nodes)
 
 
-def _note_failure(state: DecodeState, draft: TreeDraft) -> DecodeState:
-    """Notes the slot of the first token for which the drafter's distribution contained NaN."""
+def _find_failures(state: DecodeState, draft: TreeDraft, verified: TreeVerification) -> PerRow:
+    """Returns the slot of each row's first node after the accepted path that the drafter failed at.
+
+    Its distribution there contained NaN. Where there is none it is past the buffer.
+    """
     slots = state.lengths[:, None] + draft.branches.depths - 1
-    first = jnp.min(jnp.where(draft.failed, slots, state.tokens.shape[1]), axis=1)
-    failed = jnp.any(draft.failed, axis=1) & (state.draft_failed == 0)
-    return state.replace(draft_failed=jnp.where(failed, first, state.draft_failed))
+    path = jnp.where(
+        jnp.arange(verified.path.shape[1]) <= verified.num_accepted[:, None], verified.path, -2
+    )
+    follows = jnp.any(draft.branches.parents[..., None] == path[:, None], axis=-1)
+    return jnp.min(jnp.where(draft.failed & follows, slots, state.tokens.shape[1]), axis=1)
 
 
 def _count_examined(draft: TreeDraft, verified: TreeVerification) -> PerRow:

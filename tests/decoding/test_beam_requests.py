@@ -32,6 +32,11 @@ DRAFTED = dict(BEAMS, drafter=DRAFTER, gamma=2)
             "num_return_sequences: got 4, expected an integer from 1 to 3 = num_beams",
         ),
         (dict(beam_width=2, drafter=DRAFTER), "beam_width: got 2, expected an integer from 3"),
+        (dict(beam_width=8), "beam_width: got 8 where nothing is drafted, expected None"),
+        (
+            dict(beam_width=8, drafter=DRAFTER, gamma=0),
+            "beam_width: got 8 where nothing is drafted, expected None",
+        ),
         (dict(beam_style="hf"), "beam_style: got 'hf', expected one of t5x, huggingface"),
         (
             dict(length_penalty=-1.0),

@@ -284,6 +284,13 @@ COMBINATIONS = [
         dict(sampling=SamplingConfig(forced_tokens={7: 3})),
         "forced_tokens: got place 7, expected below max_new_tokens = 7",
     ),
+    *(
+        (
+            dict(max_new_tokens=[7, 2], sampling=SamplingConfig(forced_tokens=forced)),
+            "forced_tokens: got place 5, expected below max_new_tokens = 2",
+        )
+        for forced in ({5: 3}, [{5: 3}, {5: 3}])
+    ),
 ]
 BAD = [
     (dict(verifier="lenient", lenience=0.0), r"lenience: got 0.0, expected a number in \(0, 1\]"),

@@ -143,6 +143,7 @@ def test_gumbel_output_is_that_of_plain_decoding(kind):
     [
         (dict(drafter_sampling=0.5), "got 0.5, expected a SamplingConfig, or None"),
         (dict(drafter=None, gamma=0), "got one without a drafter, expected None"),
+        (dict(gamma=0), "got one with gamma = 0, expected None"),
         (dict(drafter=sd.PromptLookupDrafter()), "PromptLookupDrafter, which does not draw"),
         (dict(drafter=sd.RandomDrafter(4)), "got one with RandomDrafter, which does not draw"),
         (

@@ -23,6 +23,7 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.trees import Tree
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -134,6 +135,55 @@ def test_a_broken_drafter_is_reported_and_changes_no_token(make, verifier, tempe
         match="input 0: got logits from the drafter .* at new token [345], expected",
     ):
         generate(target, INPUTS, drafter=make(BrokenModel(1)), gamma=3, **options)
+
+
+@pytest.mark.parametrize("tree", [None, Tree.uniform((3, 2, 2, 1))], ids=["chain", "tree"])
+def test_what_a_processor_does_after_rejected_tokens_is_no_error(tree):
+    """It gives NaN after some prefixes, none of which plain decoding reaches."""
+    plain = generate(whole(0), INPUTS, max_new_tokens=8).tokens
+    reached = {tuple(row[:end]) for row in plain.tolist() for end in range(1, 9)}
+
+    def process(tokens, lengths, logits):
+        new = jnp.where(jnp.arange(9) < lengths[:, None], tokens[:, :9], -1)[:, 1:]
+        known = jnp.asarray([[*prefix, *[-1] * (8 - len(prefix))] for prefix in sorted(reached)])
+        inside = jnp.any(jnp.all(new[:, None] == known, axis=-1), axis=1) | (lengths == 1)
+        return jnp.where(inside[:, None], logits, jnp.nan)
+
+    how = dict(gamma="auto", tree=tree) if tree else dict(gamma=4)
+    sampling = SamplingConfig(processor=process)
+    for model in (whole(0), whole(1)):  # drafts that are all accepted, and drafts that are not
+        found = generate(
+            whole(0),
+            INPUTS,
+            drafter=ModelDrafter(model),
+            sampling=sampling,
+            max_new_tokens=8,
+            **how,
+        )
+        np.testing.assert_array_equal(found.tokens, plain)
+    assert found.stats.accepted < found.stats.drafted
+
+
+def test_an_error_of_a_drafter_names_the_processor_too():
+    """One that gives NaN where the drafter's first token is the most probable one."""
+    low, high = (whole(seed) for seed in (0, 1))
+    first, other = (
+        int(generate(m, INPUTS[:1], max_new_tokens=1).tokens[0, 0]) for m in (low, high)
+    )
+    assert first != other
+
+    def process(tokens, lengths, logits):
+        return jnp.where(jnp.argmax(logits, axis=-1)[:, None] == other, jnp.nan, logits)
+
+    with pytest.raises(NonFiniteLogitsError, match="from the drafter hash or the processor that"):
+        generate(
+            low,
+            INPUTS[:1],
+            drafter=ModelDrafter(high),
+            gamma=2,
+            sampling=SamplingConfig(processor=process),
+            max_new_tokens=2,
+        )
 
 
 def test_a_broken_inner_drafter_only_proposes_less():

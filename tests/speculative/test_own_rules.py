@@ -374,6 +374,24 @@ def test_a_policy_of_ones_own_counts_nodes():
     np.testing.assert_array_equal(result.tokens, plain)
 
 
+@dataclasses.dataclass(frozen=True)
+class OneNode(sd.CostAware):
+    """Drafts one node, whatever the costs."""
+
+    more: Any = number_field(1, 0, 64)
+
+    def wanted(self, state):
+        return jnp.ones_like(self.minimum)
+
+
+def test_a_policy_made_of_another_one_is_asked_in_a_tree_too():
+    result = decode(gamma=OneNode(2), tree=sd.Tree.uniform((2, 1)), sampling=sd.SamplingConfig())
+    plain = decode(drafter=None, sampling=sd.SamplingConfig()).tokens
+    np.testing.assert_array_equal(result.tokens, plain)
+    for row in result.stats.per_row:
+        assert row.target_calls - 1 <= row.drafted <= row.target_calls
+
+
 class Hesitant(sd.Policy):
     """Wants no token once it has seen what the first one was drawn from."""
 
