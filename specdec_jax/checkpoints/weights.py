@@ -78,8 +78,8 @@ def read_params(
       dtype: dtype of the arrays.
       rules: how parameters are divided on a mesh, None without one.
       int8_weights: from `choose_int8_weights`. Weights in int8 are `Int8Weight`s; an embedding that
-        is also the head is then there once more as a weight. In floating point a head of its own is
-        a `PackedWeight` where weights are packed.
+        is also the head is then there once more as a weight. In floating point a head is a
+        `PackedWeight` where weights are packed, also one that is the embedding.
       input_bits: of the `Int8Weight`s.
       report: called with the size of each parameter once it is on its devices.
     """
@@ -93,6 +93,8 @@ def read_params(
     for name, tensor in _read_ahead(tensors, dtype, int8_weights) if is_whole else tensors:
         if int8_weights and _is_weight(name):
             params[name] = _read_int8(name, tensor, input_bits)
+        elif packs and name == _EMBEDDING and checkpoint.config.logits_via_embedding:
+            params[name] = _read_packed_rows(tensor)
         else:
             params[name] = _read_floats(name, tensor, jnp.dtype(dtype), rules)
         if packs and name == _HEAD:  # large: later it would be there twice beside all others
@@ -149,6 +151,16 @@ def _read_floats(
     return array.block_until_ready()
 
 
+def _read_packed_rows(tensor: StoredTensor) -> PackedWeight:
+    """Returns an embedding that is the head too, packed as that."""
+    if tensor.read_part is None:  # each part would read the whole
+        tensor = StoredTensor.from_array(tensor.load(np.float32))
+    every = slice(0, tensor.shape[1])
+    return PackedWeight.read_rows(
+        tensor.shape, lambda rows: tensor.load_part(np.float32, (rows, every))
+    )
+
+
 def _read_int8(name: str, tensor: StoredTensor, input_bits: int | None) -> Int8Weight:
     """Returns a weight `[D, F]` in int8: its stored integers if there are any, else rounded."""
     if tensor.parts and int8.is_quantized(name, tensor):
@@ -170,7 +182,8 @@ def required_bytes(
     """Returns the bytes of a device's memory that loading takes.
 
     They are those of the parameters, or of the device's part of them, and of twice the largest one,
-    while the decode loop's layout is made of it. The devices of a CPU share one memory.
+    while the decode loop's layout is made of it. In int8 an embedding that is also the head is
+    there once more. The devices of a CPU share one memory.
 
     Args:
       config: shape of the network.
@@ -185,8 +198,7 @@ def required_bytes(
             name: rules.parameter_sharding(name, x).shard_shape(x) for name, x in shapes.items()
         }
         devices = len(rules.mesh.local_devices) if jax.default_backend() == "cpu" else 1
-    elif config.logits_via_embedding and (int8_weights or packed_weights.can_pack(dtype)):
-        # A copy of the embedding, read by columns.
+    elif config.logits_via_embedding and int8_weights:
         shapes = {**shapes, _HEAD: shapes[_EMBEDDING][::-1]}
     itemsize = jnp.dtype(dtype).itemsize
     sizes = {name: math.prod(shape) * itemsize for name, shape in shapes.items()}

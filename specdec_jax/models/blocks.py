@@ -34,7 +34,7 @@ from specdec_jax.backends.axes import (
     Valid,
 )
 from specdec_jax.backends.backend import Backend
-from specdec_jax.backends.cpu.packed_weights import Before
+from specdec_jax.backends.cpu.packed_weights import Before, PackedWeight
 from specdec_jax.backends.kv_cache import KVCache, pad
 from specdec_jax.backends.matmul import product
 from specdec_jax.backends.sharding import ShardingRules
@@ -452,10 +452,13 @@ class Decoder(nn.Module):
     def _normalize(self, x: AnyStates, valid: Valid = None) -> AnyStates:
         return self.decoder_norm(x, valid) if self.options.final_norm else x
 
-    def logits(self, x: States, embedding: Float[Array, "rows D"], valid: Valid = None) -> Logits:
+    def logits(
+        self, x: States, embedding: Float[Array, "rows D"] | PackedWeight, valid: Valid = None
+    ) -> Logits:
         """Applies the head: returns the logits of normalised states `x`."""
         x, bias, cap = self._scale(x), self._logits_bias(), self.options.logits_cap
         if self.options.tied_head:
+            assert not isinstance(embedding, PackedWeight), "then the head is this weight, too"
             logits = product(x, embedding.astype(x.dtype), ((2,), (1,)))
         elif self.backend.packs_weights:
             return self.logits_dense.apply_packed(x, valid, bias=bias, cap=cap)

@@ -117,7 +117,6 @@ class LanguageModel:
         how = native, backend.joins_weights, backend.transposes_int8
         packed = weight_layouts.pack(params, *how)
         if (native or self.quantized) and config.logits_via_embedding:
-            # An embedding is read by rows, a head by columns.
             packed = weight_layouts.add_head(packed, True, native)
             config = config.with_own_head()
         self.network = Network(packed, config.module(backend))

@@ -30,7 +30,7 @@ class Embedder(nn.Module):
       rows, features: the table's shape.
       deviation: standard deviation at first.
       dtype: dtype of what it returns.
-      packed: whether a CPU's own kernel takes the rows.
+      packed: whether a CPU's own kernel takes the rows, also of a table that is stored as the head.
       scale: number by which rows are multiplied.
       apart: index whose row in calls is another parameter, which is not scaled; None: none.
     """
@@ -46,7 +46,10 @@ class Embedder(nn.Module):
     def setup(self):
         shape = (self.rows, self.features)
         init = nn.initializers.normal(self.deviation)
-        self.embedding = self.param("embedding", init, shape)
+        stored = self.get_variable("params", "embedding")
+        # `self.param` would reject the shape of a packed one.
+        is_packed = isinstance(stored, PackedWeight)
+        self.embedding = stored if is_packed else self.param("embedding", init, shape)
         if self.apart is not None:
             self.row_apart = self.param("row_apart", init, (self.features,))
 
@@ -54,7 +57,9 @@ class Embedder(nn.Module):
         self, indices: Int[Array, "*N"], valid: Bool[Array, "*N"] | None = None
     ) -> Float[Array, "*N F"]:
         """Returns the rows with these indices, times the scale."""
-        if self.packed:
+        if isinstance(self.embedding, PackedWeight):
+            rows = self.embedding.take_columns(indices, valid)
+        elif self.packed:
             rows = packed_weights.take_rows(self.embedding, indices, valid)
         else:
             # A drafter may meet ids that it lacks, and a draft may reach past the last position:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
+from specdec_jax.backends.cpu.packed_weights import PackedWeight
 from specdec_jax.models import weight_layouts
 from specdec_jax.models.block_options import BlockOptions
 from specdec_jax.models.language_model import LanguageModel
@@ -35,6 +36,7 @@ def share_encoder(target: LanguageModel, model: LanguageModel) -> bool:
     kept, given = (_take_encoder(one.params) for one in (ours, theirs))
     lie_alike = len({one.rules.parts if one.rules else 1 for one in (ours, theirs)}) == 1
     first, second = (one if lie_alike else weight_layouts.unpack(one) for one in (kept, given))
+    first, second = _lay_embeddings_alike(first, second)
     if jax.tree.structure(first) != jax.tree.structure(second):
         return False
     pairs = list(zip(jax.tree.leaves(first), jax.tree.leaves(second)))
@@ -46,6 +48,9 @@ def share_encoder(target: LanguageModel, model: LanguageModel) -> bool:
         return False
     if lie_alike:
         _replace_arrays(given, kept)
+        table = given.get("token_embedder", {}).get("embedding")
+        if isinstance(table, PackedWeight):
+            theirs.params["decoder"]["logits_dense"]["kernel"] = table.replace(derived=True)
     return True
 
 
@@ -74,6 +79,19 @@ def _take_encoder(params: dict) -> dict:
     return {name: params[name] for name in ("encoder", embedder)}
 
 
+def _lay_embeddings_alike(*encoders: dict) -> tuple[dict, ...]:
+    """Returns encoders whose embeddings are tables, if one of them is stored as a head."""
+    stored = [one.get("token_embedder", {}).get("embedding") for one in encoders]
+    if len(set(map(type, stored))) == 1:
+        return encoders
+    return tuple(
+        {**one, "token_embedder": {**one["token_embedder"], "embedding": table.unpack_rows()}}
+        if isinstance(table, PackedWeight)
+        else one
+        for one, table in zip(encoders, stored)
+    )
+
+
 def _are_equal_on_host(ours: jax.Array, theirs: jax.Array) -> bool:
     """Returns whether two arrays have the same bytes, which are read up to the first difference."""
     first, second = (np.asarray(one).reshape(-1).view(np.uint8) for one in (ours, theirs))
@@ -99,5 +117,5 @@ def _replace_arrays(given: dict, kept: dict) -> None:
     for name, value in given.items():
         if isinstance(value, dict):
             _replace_arrays(value, kept[name])
-        else:
+        elif type(value) is type(kept[name]):  # else an embedding is stored as a head in one
             given[name] = kept[name]

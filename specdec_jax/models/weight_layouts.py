@@ -65,7 +65,7 @@ def _pack(name: str, node: dict, use_packed: bool, fused: bool, transposes_int8:
         elif isinstance(value, dict):
             node[child] = _pack(child, value, use_packed, fused, transposes_int8)
         else:
-            node[child] = jnp.asarray(value)
+            node[child] = value if is_weight_object(value) else jnp.asarray(value)
     return node
 
 
@@ -158,6 +158,8 @@ def stored_parameters(
                 yield (*path, name), _plain(value)
         elif isinstance(value, dict):
             yield from stored_parameters(value, (*path, name))
+        elif isinstance(value, PackedWeight):  # an embedding that is the head too
+            yield (*path, name), value.unpack_rows()
         else:
             yield (*path, name), value
 
@@ -179,9 +181,10 @@ def _divide(weight: Plain, count: int) -> list[Plain]:
 def add_head(
     packed: dict, tied: bool, use_packed: bool, ids: Int[Array, " F"] | None = None
 ) -> dict:
-    """Returns `packed` with a weight matrix for its head, which is a copy and no parameter.
+    """Returns `packed` with a weight matrix for its head, which is no parameter.
 
-    All other arrays are shared.
+    A packed one that is the whole embedding takes that one's place, too; others are copies. All
+    other arrays are shared.
 
     Args:
       tied: whether the model's head is its embedding; a weight that was already made of it is used
@@ -191,9 +194,17 @@ def add_head(
     """
     weight: Weight
     if tied and "logits_dense" not in packed["decoder"]:
-        embedding = packed["token_embedder"]["embedding"]
-        rows = embedding if ids is None else embedding[ids]
-        weight = PackedWeight.pack_rows(rows, derived=True) if use_packed else rows.T
+        embedder = packed["token_embedder"]
+        weight = embedder["embedding"]
+        if not use_packed:
+            weight = (weight if ids is None else weight[ids]).T
+        elif ids is not None:
+            weight = PackedWeight.pack_rows(weight[ids], derived=True)
+        else:
+            if not isinstance(weight, PackedWeight):
+                weight = PackedWeight.pack_rows(weight)
+            packed = {**packed, "token_embedder": {**embedder, "embedding": weight}}
+            weight = weight.replace(derived=True)
     else:
         whole = packed["decoder"]["logits_dense"]["kernel"]
         transposes_int8, weight = getattr(whole, "transposed", False), _plain(whole)

@@ -4,6 +4,8 @@ They run as compiled for this processor and for a narrower one; others by name i
 (`kernel_widths.py`).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import kernel_inputs
@@ -277,18 +279,21 @@ def test_what_is_not_cleared_changes_nothing_that_counts(kind):
         same(np.asarray(got), np.asarray(expected))
 
 
-def test_rows_of_a_table():
-    table, numbers = normal(11, 21), np.array([[0, 10, 3], [-7, 99, 2**31 - 1]], np.int32)
-    expected = table[np.clip(numbers, 0, 10)]
-    same(np.asarray(packed_weights.take_rows(jnp.asarray(table), jnp.asarray(numbers))), expected)
+@pytest.mark.parametrize("rows", [11, 16, 40])
+@pytest.mark.parametrize("packed", [False, True], ids=["table", "packed"])
+def test_rows_of_a_table(packed, rows):
+    """Also of one that is stored as a head: the columns of that."""
+    table, last = normal(rows, 21), rows - 1
+    numbers = np.array([[0, last, 3], [-7, rows, 2**31 - 1]], np.int32)
+    take = functools.partial(packed_weights.take_rows, jnp.asarray(table))
+    if packed:
+        take = PackedWeight.pack_rows(jnp.asarray(table)).take_columns
+    expected = table[np.clip(numbers, 0, last)]
+    same(np.asarray(take(jnp.asarray(numbers))), expected)
     valid = np.array([[True, False, True], [False, True, False]])
-    some = packed_weights.take_rows(jnp.asarray(table), jnp.asarray(numbers), jnp.asarray(valid))
+    some = take(jnp.asarray(numbers), jnp.asarray(valid))
     same(np.asarray(some), np.where(valid[..., None], expected, 0))
-    assert packed_weights.take_rows(jnp.asarray(table), jnp.zeros((2, 0), jnp.int32)).shape == (
-        2,
-        0,
-        21,
-    )
+    assert take(jnp.zeros((2, 0), jnp.int32)).shape == (2, 0, 21)
 
 
 def activation(name, x):

@@ -120,6 +120,30 @@ def test_another_encoder_is_not_shared(kind):
     assert drafter.pair_with(TARGET) is drafter and list_arrays(drafter.network) == before
 
 
+@tiers.parametrize(
+    "target_tied, student_tied", [(True, False), (True, True), (False, True)], first=2
+)
+def test_equal_encoders_of_models_whose_head_is_the_embedding(target_tied, student_tied):
+    """They are shared whatever the other model's head is; two such heads are one array, too."""
+
+    def make(tied, layers):
+        own = dict(logits_via_embedding=True) if tied else dict(scale_decoder_outputs=True)
+        made = tiny_t5(layers, V, layers, **own)
+        params, encoder = made.params, TARGET.params["encoder"]
+        params |= {"encoder": encoder, "token_embedder": TARGET.params["token_embedder"]}
+        return LanguageModel(made.config, params, eos_ids=(EOS,))
+
+    target, student = make(target_tied, 2), make(student_tied, 1)
+    contents = student.contents
+    assert_same(target, sd.ModelDrafter(student))
+    assert student.contents == contents
+    ours, theirs = list_arrays(target.network), student.network.params
+    assert {id(leaf) for leaf in jax.tree.leaves(theirs["encoder"])} <= ours
+    if target_tied and student_tied:
+        head = theirs["decoder"]["logits_dense"]["kernel"]
+        assert {id(leaf) for leaf in jax.tree.leaves([theirs["token_embedder"], head])} <= ours
+
+
 SAMPLED = dict(sampling=sd.SamplingConfig(temperature=1.0, top_k=8))
 WAYS = {
     "samples": dict(num_samples=2, verifier="block", **SAMPLED),

@@ -44,6 +44,7 @@ T5 = Source("t5_1_1/large", "float32", dict(num_encoder_layers=14, num_decoder_l
 QUICK_T5 = T5._replace(fields=dict(num_encoder_layers=4, num_decoder_layers=4, vocab_size=8000))
 BART = Source("bart/large", "float32", {})
 GEMMA = Source("gemma3/1b", "bfloat16", {})
+GEMMA_FLOAT32 = GEMMA._replace(dtype="float32")
 FORMATS: dict[str, str | None] = {
     "our own": None,
     "safetensors": "huggingface",
@@ -62,7 +63,11 @@ def measure_loading(settings: Settings) -> Rows:
         raise Skipped("the tests, which have the emulated store, are not there")
     if settings.quick:
         return {"formats": measure_source(QUICK_T5, {"safetensors": "huggingface"})}
-    families = {"BART, safetensors": BART, "Gemma 3, safetensors": GEMMA}
+    families = {
+        "BART, safetensors": BART,
+        "Gemma 3, safetensors": GEMMA,
+        "Gemma 3, float32": GEMMA_FLOAT32,
+    }
     rows: Rows = {"formats": measure_source(T5, FORMATS), "families": {}}
     for label, source in families.items():
         rows["families"] |= measure_source(source, {label: "huggingface"})

@@ -1341,6 +1341,29 @@ static ffi::Error Rows(Floats table, Integers numbers, Flags live, ffi::ResultBu
   return ffi::Error::Success();
 }
 
+// As Rows, for the first `columns` columns of a weight in panels [P, D, kPanel], which are the rows of a table.
+static ffi::Error Columns(ffi::ThreadPool pool, Floats panels, Integers numbers, Flags live, ffi::ResultBuffer<ffi::F32> out,
+                          int64_t columns) {
+  const auto ps = panels.dimensions();
+  const int64_t count = numbers.element_count(), P = ps.size() == 3 && ps[2] == kPanel ? ps[0] : 0, D = P ? ps[1] : 0;
+  if (columns < 1 || (columns + kPanel - 1) / kPanel != P || !has(*out, count * D) || !may_have(live, count))
+    return unfit("columns: shapes do not fit");
+  const int32_t* number = numbers.typed_data();
+  const float* from = panels.typed_data();
+  const bool *counts = live.typed_data(), some = live.element_count() > 0;
+  float* to = out->typed_data();
+  in_parallel(pool, count, 1 + (1 << 13) / (D + 1), count * D / (1 << 13), [=](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+      const int64_t column = number[i] < 0 ? 0 : number[i] < columns ? number[i] : columns - 1;
+      const float* line = from + column / kPanel * D * kPanel + column % kPanel;
+      if (some && !counts[i]) std::memset(to + i * D, 0, sizeof(float) * D);
+      else
+        for (int64_t d = 0; d < D; d++) to[i * D + d] = line[d * kPanel];
+    }
+  });
+  return ffi::Error::Success();
+}
+
 // Queries [B, T, H·K] over the first lengths[b] of L keys and values [B, G, L, K], which as many heads of queries share.
 static ffi::Error CrossAttention(ffi::ThreadPool pool, Floats query, Floats keys, Floats values, Integers lengths, Flags live,
                                  Out<ffi::F32> out, float divisor, float cap, bool clear) {
@@ -1573,6 +1596,10 @@ static ffi::Error EncoderAttention(ffi::ThreadPool pool, Floats qkv, Floats bias
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecRows, Rows,
                               ffi::Ffi::Bind().Arg<Floats>().Arg<Integers>().Arg<Flags>().Ret<Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecColumns, Columns,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Integers>().Arg<Flags>().Ret<Floats>()
+                                  .Attr<int64_t>("columns"));
 
 template <ffi::DataType kType>
 static auto product_binding() {

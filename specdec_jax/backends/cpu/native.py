@@ -37,6 +37,7 @@ TARGETS = {
     "specdec_product_s8": "SpecdecProductS8",
     "specdec_product_w8a8": "SpecdecProductW8A8",
     "specdec_rows": "SpecdecRows",
+    "specdec_columns": "SpecdecColumns",
     "specdec_norm": "SpecdecNorm",
     "specdec_log_sums": "SpecdecLogSums",
     "specdec_head_f32": "SpecdecHeadF32",

@@ -7,6 +7,7 @@ other rows, so that plain and speculative decoding see the same numbers.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ _COLUMNS, _GROUP = 16, 4  # columns of a panel, and neighbouring lines of int8 v
 # Arrays of up to so many numbers are rearranged by NumPy. XLA is faster, but takes some ten
 # milliseconds to make a program for a shape, or to read it from the folder of compiled programs.
 _SMALL = 1 << 22
+_READ = 1 << 20  # numbers that `read_rows` reads at a time
 
 
 def can_pack(dtype: DTypeLike) -> bool:
@@ -155,6 +157,23 @@ class PackedWeight:
         columns, lines = rows.shape
         return cls(_cut_rows(jnp.asarray(rows)), None, lines, columns, derived)
 
+    @classmethod
+    def read_rows(
+        cls, shape: tuple[int, ...], read: Callable[[slice], Float32[np.ndarray, "part D"]]
+    ) -> "PackedWeight":
+        """Does what `pack_rows` does, of rows that `read` returns, a part at a time.
+
+        So they are never in memory twice.
+        """
+        columns, lines = shape
+        panels, some = -(-columns // _COLUMNS), max(1, _READ // (_COLUMNS * lines))
+        values = _make_aligned((panels, lines, _COLUMNS))
+        for panel in range(0, panels, some):
+            begin, end = panel * _COLUMNS, min((panel + some) * _COLUMNS, columns)
+            rows = np.pad(read(slice(begin, end)), ((0, -end % _COLUMNS), (0, 0)))
+            values[panel : panel + some] = rows.reshape(-1, _COLUMNS, lines).swapaxes(1, 2)
+        return cls(jax.device_put(values), None, lines, columns)
+
     def unpack(self) -> Float[Array | np.ndarray, "D F"] | Int8Weight:
         """Returns what `pack` was given, a NumPy array if the values are one."""
         on_host = isinstance(self.values, np.ndarray)
@@ -163,6 +182,19 @@ class PackedWeight:
         if self.scales is None:
             return values
         return Int8Weight(values, self.scales, self.input_bits)
+
+    def unpack_rows(self) -> Float[Array | np.ndarray, "F D"]:
+        """Returns what `pack_rows` was given, a NumPy array if the values are one; float32 only."""
+        assert self.scales is None
+        return self.values.swapaxes(1, 2).reshape(-1, self.lines)[: self.columns]
+
+    def take_columns(
+        self, numbers: Int[Array, "*N"], valid: Valid = None
+    ) -> Float32[Array, "*N {self.lines}"]:
+        """Does what `take_rows` does, for the rows that `pack_rows` was given; float32 only."""
+        call = _get_kernel("columns", (*numbers.shape, self.lines))
+        columns = np.int64(self.columns)
+        return call(self.values, numbers.astype(jnp.int32), _flags(valid), columns=columns)
 
     def matrix(self) -> Float[Array | np.ndarray, "D F"]:
         """Returns the weight as float32."""
@@ -245,6 +277,14 @@ def _cut_rows(rows: Shaped[Array, "F D"]) -> Shaped[Array, "panels D 16"]:
 def _cut_groups(weight: Int8[Array, "D F"]) -> Int8[Array, "panels groups 16 4"]:
     padded = _cut(jnp.pad(weight, ((0, -len(weight) % _GROUP), (0, 0))))
     return padded.reshape(len(padded), -1, _GROUP, _COLUMNS).swapaxes(2, 3)
+
+
+def _make_aligned(shape: tuple[int, ...]) -> Float32[np.ndarray, "..."]:
+    """Returns an array, not filled, that JAX takes as it is: others it copies."""
+    size, apart = math.prod(shape), 64 // np.dtype(np.float32).itemsize
+    memory = np.empty(size + apart, np.float32)
+    begin = -memory.ctypes.data // memory.itemsize % apart
+    return memory[begin : begin + size].reshape(shape)
 
 
 def is_small_on_host(*arrays: jax.Array | np.ndarray) -> bool:

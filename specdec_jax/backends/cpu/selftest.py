@@ -77,6 +77,8 @@ def _product_cases(rng: Any) -> list[tuple]:
     table, numbers, x = make((7, K)), np.array([3, 0, 9, -2], np.int32), given[:, :K].copy()
     precise, linear = x.astype(np.float64), given[:, K:].copy()
 
+    columns, taken = np.zeros((1, K, P), np.float32), (numbers, all_valid)
+    columns[0, :, :7] = table.T
     centred = precise - precise.mean(axis=1, keepdims=True)
     normed = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5)
     normed = (normed * table[0] + table[1]) * valid[:, None]
@@ -84,6 +86,7 @@ def _product_cases(rng: Any) -> list[tuple]:
     sums = np.log(np.exp(precise - most[:, None]).sum(axis=1))
     cases: list[tuple] = [
         ("rows", (table, numbers, all_valid), {}, [(4, K)], table[[3, 0, 6, 0]]),
+        ("columns", (columns, *taken), {"columns": np.int64(7)}, [(4, K)], table[[3, 0, 6, 0]]),
         ("norm", (x, *table[:2], valid), {"before": np.int64(2)}, [(M, K)], normed),
         ("log_sums", (x,), {}, [(M,), (M,)], most, sums),
     ]
