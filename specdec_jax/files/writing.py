@@ -287,6 +287,7 @@ def check_output(path: str | None, name: str = "output", source: str | None = No
     if isinstance(remote, RemotePath):
         if path.endswith("/") or remote.is_dir():
             raise ValueError(f"{name}: got {path!r}, expected a file")
+        _check_remote(remote, name)
         return
     place = pathlib.Path(os.path.realpath(path))
     if path.endswith("/") or place.is_dir() or not place.parent.is_dir():
@@ -294,3 +295,18 @@ def check_output(path: str | None, name: str = "output", source: str | None = No
     for needed in (place.parent, place):
         if needed.exists() and not os.access(needed, os.W_OK):
             raise mismatch_error(name, repr(path), f"a file that may be written: {needed} may not")
+
+
+def _check_remote(path: RemotePath, name: str) -> None:
+    """Raises ValueError if a file cannot be written to a store, by writing one beside it.
+
+    Only a store knows who may write what.
+    """
+    tried = path.with_name(f"{path.name}.check")
+    try:
+        with contextlib.suppress(FileExistsError):  # another process tries it too
+            tried.create(b"\n")
+    except OSError as error:
+        raise ValueError(f"{name}: {error}") from error
+    with contextlib.suppress(OSError):  # some may write and not remove
+        tried.unlink()

@@ -216,6 +216,14 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     writing.check_output("memory://s/g")
     with pytest.raises(ValueError, match="output: got 'memory://s', expected a file"):
         writing.check_output("memory://s")
+    assert stores.list_urls("memory://s") == ["f"]
+
+
+def test_an_output_that_a_store_does_not_take_is_rejected_at_once(monkeypatch):
+    monkeypatch.setattr(FailingStore, "how", PermissionError("403: no storage.objects.create"))
+    monkeypatch.setattr(FailingStore, "left", 0)
+    with pytest.raises(ValueError, match=r"report: failing://s/f.check: got PermissionError: 403"):
+        writing.check_output("failing://s/f", "report")
 
 
 def test_a_folder_replaces_one_whose_mark_goes_first_and_comes_last(tmp_path, monkeypatch):
