@@ -186,7 +186,8 @@ class PackedWeight:
     def unpack_rows(self) -> Float[Array | np.ndarray, "F D"]:
         """Returns what `pack_rows` was given, a NumPy array if the values are one; float32 only."""
         assert self.scales is None
-        return self.values.swapaxes(1, 2).reshape(-1, self.lines)[: self.columns]
+        on_host = isinstance(self.values, np.ndarray)
+        return (_join_rows.__wrapped__ if on_host else _join_rows)(self.values, self.columns)
 
     def take_columns(
         self, numbers: Int[Array, "*N"], valid: Valid = None
@@ -321,6 +322,13 @@ def _join_axes(
     if values.ndim == 4:  # in groups
         values = values.swapaxes(2, 3).reshape(len(values), -1, _COLUMNS)
     return values.transpose(1, 0, 2).reshape(values.shape[1], -1)[:lines, :columns]
+
+
+@functools.partial(jax.jit, static_argnames="columns")
+def _join_rows(
+    values: Float[Array | np.ndarray, "panels D 16"], columns: int
+) -> Float[Array | np.ndarray, "{columns} D"]:
+    return values.swapaxes(1, 2).reshape(-1, values.shape[1])[:columns]
 
 
 def _replace_none(array: Float[Array, "*N"] | None, axes: int = 1) -> Float32[Array, "..."]:
