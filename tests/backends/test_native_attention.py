@@ -111,26 +111,28 @@ def test_small_weights_are_as_exact_as_large_ones():
     assert (np.asarray(out).ravel()[apart < -43.5] == 0).all()
 
 
-def test_bits_of_self_attention():
+@pytest.mark.parametrize("T, K", [(5, 24), (12, 64)])  # fewer and more than are computed together
+def test_bits_of_self_attention(T, K):
     """A query's bits do not depend on the call, the batch, the cache and slots past it."""
-    case = Cached(3, 5, 2, 40, 24, [0, 9, 35])
+    given = 3, T, 2, 40, K, [0, 9, 40 - T]
+    case = Cached(*given)
     whole, keys, values = case.run()
     for b in range(3):
-        one = Cached(3, 5, 2, 40, 24, [0, 9, 35])
-        for t in range(5):
+        one = Cached(*given)
+        for t in range(T):
             out, one.keys[[b]], one.values[[b]] = one.run(
                 [b], [t], jnp.asarray(one.positions[[b]] + t)
             )
             same(out[0, 0], whole[b, t])
     same(one.keys[2], keys[2])
-    larger = Cached(3, 5, 2, 64, 24, [0, 9, 35])
+    larger = Cached(3, T, 2, 64, K, given[-1])
     larger.keys[:, :, :40], larger.values[:, :, :40], larger.bias[:, 24:] = (
         case.keys,
         case.values,
         case.bias,
     )
     for b, position in enumerate(case.positions):
-        larger.keys[b, :, position + 5 :] = larger.values[b, :, position + 5 :] = np.nan
+        larger.keys[b, :, position + T :] = larger.values[b, :, position + T :] = np.nan
     same(larger.run()[0], whole)
 
 
@@ -160,9 +162,9 @@ def test_a_slot_that_is_not_a_number():
     same(got, np.where(np.arange(3)[None, :, None] == 1, np.nan, whole))
 
 
-@pytest.mark.parametrize("K", [3, 24, 72])
-def test_cross_attention(K):
-    B, T, H, L = 4, 3, 2, 37
+@pytest.mark.parametrize("T, K", [(3, 3), (3, 24), (3, 72), (4, 64), (12, 64)])
+def test_cross_attention(T, K):
+    B, H, L = 4, 2, 37
     query, keys, values = (
         normal(B, T, H * K, seed=7),
         normal(B, H, L, K, seed=8),
@@ -185,16 +187,14 @@ def test_cross_attention(K):
     ]
     close(whole, np.reshape(expected, whole.shape))
     for b, n in enumerate(lengths):  # alone, one query at a time, in another padding
-        same(
-            run(query[[b], 1:2], keys[[b], :, : n + 2], values[[b], :, : n + 2], lengths[[b]])[
-                0, 0
-            ],
-            whole[b, 1],
-        )
+        for t in range(T):
+            part = keys[[b], :, : n + 2], values[[b], :, : n + 2], lengths[[b]]
+            same(run(query[[b], t : t + 1], *part)[0, 0], whole[b, t])
         keys[b, :, n:] = values[b, :, n:] = np.nan
     same(run(query, keys, values, lengths), whole)
-    valid = np.arange(T) < np.array([[1], [3], [0], [2]])
-    same(run(query, keys, values, lengths, valid), np.where(valid[..., None], whole, 0))
+    prefixes = np.arange(T) < np.array([[1], [T], [0], [2]])
+    for valid in (prefixes, normal(B, T, seed=10) > 0):
+        same(run(query, keys, values, lengths, valid), np.where(valid[..., None], whole, 0))
     assert np.isnan(run(query, keys, values, lengths + [1, 0, 0, 0])[0]).all()
 
 

@@ -1065,77 +1065,157 @@ struct Scoring {
   float divisor, cap;
 };
 
-// One query over `live` keys and values: out = Σ softmax(score(q · k) + bias) v. `scores`: room for `live` + kLanes numbers.
-// `next`: the keys that are likely to be read after them, `apart` values apart, as these are; none: these were read just now.
+// A query, which sees the first `live` keys; `scores`: room for `live` + kLanes numbers.
+struct Query {
+  const float *q, *bias;
+  int64_t live;
+  float *scores, *out;
+};
+
+// Writes the scores of the keys s .. end - 1, given the first products of each and the query, by lanes. Returns the greatest ones.
 template <typename Place>
-static void attend(const Place& place, const float* q, const float* next, int64_t apart, int64_t live, int64_t K, const float* bias,
-                   Scoring how, float* scores, float* out) {
-  const int64_t whole = K / kLanes * kLanes, turn = live > kSlotsAhead ? live - kSlotsAhead : 0;
-  Vec products[kLanes] = {}, most = all(-INFINITY);
-  for (int64_t s = 0; s < live; s += kLanes) {
-    const int64_t left = live - s, end = left < kLanes ? live : s + kLanes;
-    for (int64_t i = s; i < end; i++) {
-      const float* key = place.key(i);
-      if (next) {
-        // Too short a run for the processor to foresee: keys and values of the slots that come next, at the end the next head's.
-        const int64_t ahead = i < turn ? kSlotsAhead * apart : next + (i - turn) * apart - key;
-        const float* value = place.value(i);
-        for (int64_t k = 0; k < K; k += 16) {
-          __builtin_prefetch(key + ahead + k, 0, 3);
-          __builtin_prefetch(value + ahead + k, 0, 3);
-        }
+static inline __attribute__((always_inline)) Vec score(const Place& place, const Query& of, int64_t s, int64_t end, int64_t K,
+                                                       Scoring how, const Vec* products, Vec most) {
+  const int64_t whole = K / kLanes * kLanes, left = of.live - s;
+  Vec v = sums_of(products);
+  if (whole < K) {
+    store(of.scores + s, v);
+    for (int64_t i = s; i < end; i++)
+      for (int64_t k = whole; k < K; k++) of.scores[i] += of.q[k] * place.key(i)[k];
+    v = load(of.scores + s);
+  }
+  v = v / how.divisor;
+  if (how.cap > 0) v = capped(v, how.cap);
+  if (of.bias) v += load(of.bias + s, left);
+  if (left < kLanes) v = kFirst < (float)left ? v : all(-INFINITY);
+  store(of.scores + s, v);
+  return v > most ? v : most;
+}
+
+// Queries [M] over their keys and values: out = Σ softmax(score(q · k) + bias) v. What several of them see is loaded once; each has
+// the bits that it has alone. `next`: the keys that are likely to be read after them, `apart` values apart, as these are; none:
+// these were read just now.
+template <int M, typename Place>
+static void attend(const Place& place, const Query* of, const float* next, int64_t apart, int64_t K, Scoring how) {
+  int64_t shared = of[0].live;
+  for (int m = 1; m < M; m++) shared = of[m].live < shared ? of[m].live : shared;
+  const int64_t whole = K / kLanes * kLanes, turn = shared > kSlotsAhead ? shared - kSlotsAhead : 0;
+  Vec most[M];
+  for (int m = 0; m < M; m++) most[m] = all(-INFINITY);
+  // The products of a key and queries first .. first + n - 1.
+  const auto multiply = [&](int64_t i, int first, auto n, Vec (*products)[kLanes]) __attribute__((always_inline)) {
+    constexpr int N = decltype(n)::value;
+    const float* key = place.key(i);
+    if (next && i < shared) {
+      // Too short a run for the processor to foresee: keys and values of the slots that come next, at the end the next head's.
+      const int64_t ahead = i < turn ? kSlotsAhead * apart : next + (i - turn) * apart - key;
+      const float* value = place.value(i);
+      for (int64_t k = 0; k < K; k += 16) {
+        __builtin_prefetch(key + ahead + k, 0, 3);
+        __builtin_prefetch(value + ahead + k, 0, 3);
       }
-      Vec sums = {};
-      for (int64_t k = 0; k < whole; k += kLanes) sums += load(q + k) * load(key + k);
-      products[i - s] = sums;
     }
-    Vec v = sums_of(products);
-    if (whole < K) {
-      store(scores + s, v);
-      for (int64_t i = s; i < end; i++)
-        for (int64_t k = whole; k < K; k++) scores[i] += q[k] * place.key(i)[k];
-      v = load(scores + s);
+    Vec sums[N] = {};
+    for (int64_t k = 0; k < whole; k += kLanes) {
+      const Vec part = load(key + k);
+#pragma GCC unroll 8
+      for (int m = 0; m < N; m++) sums[m] += load(of[first + m].q + k) * part;
     }
-    v = v / how.divisor;
-    if (how.cap > 0) v = capped(v, how.cap);
-    if (bias) v += load(bias + s, left);
-    if (left < kLanes) v = kFirst < (float)left ? v : all(-INFINITY);
-    most = v > most ? v : most;
-    store(scores + s, v);
+#pragma GCC unroll 8
+    for (int m = 0; m < N; m++) products[m][i % kLanes] = sums[m];
+  };
+  int64_t s = 0;
+  if (M > 1)
+    for (; s + kLanes <= shared; s += kLanes) {
+      Vec products[M][kLanes];
+      for (int64_t i = s; i < s + kLanes; i++) multiply(i, 0, std::integral_constant<int, M>(), products);
+      for (int m = 0; m < M; m++) most[m] = score(place, of[m], s, s + kLanes, K, how, products[m], most[m]);
+    }
+  for (int m = 0; m < M; m++) {
+    Vec products[1][kLanes] = {};
+    for (int64_t from = s; from < of[m].live; from += kLanes) {
+      const int64_t end = of[m].live - from < kLanes ? of[m].live : from + kLanes;
+      for (int64_t i = from; i < end; i++) multiply(i, m, std::integral_constant<int, 1>(), products);
+      most[m] = score(place, of[m], from, end, K, how, products[0], most[m]);
+    }
   }
-  const float greatest = greatest_of(most);
-  Vec totals = {};
-  for (int64_t s = 0; s < live; s += kLanes) {
-    const Vec e = exp_of(load(scores + s) - greatest);
-    totals += e;
-    store(scores + s, e);
+  float scales[M];
+  for (int m = 0; m < M; m++) {
+    const float greatest = greatest_of(most[m]);
+    Vec totals = {};
+    for (int64_t at = 0; at < of[m].live; at += kLanes) {
+      const Vec e = exp_of(load(of[m].scores + at) - greatest);
+      totals += e;
+      store(of[m].scores + at, e);
+    }
+    // No slot, no output; a score that is not a number makes a total that is none.
+    scales[m] = of[m].live ? 1.0f / sum_of(totals) : 0.0f;
   }
-  // No slot, no output; a score that is not a number makes a total that is none.
-  const float scale = live ? 1.0f / sum_of(totals) : 0.0f;
   const auto vectors = [&](int64_t k, auto count) __attribute__((always_inline)) {
     constexpr int kCount = decltype(count)::value;
-    Vec sums[kCount] = {};
-    for (int64_t s = 0; s < live; s++) {
-      const float* value = place.value(s) + k;
+    Vec sums[M][kCount] = {};
+    for (int64_t at = 0; at < shared; at++) {
+      const float* value = place.value(at) + k;
+      Vec parts[kCount];
 #pragma GCC unroll 4
-      for (int j = 0; j < kCount; j++) sums[j] += scores[s] * load(value + j * kLanes);
+      for (int j = 0; j < kCount; j++) parts[j] = load(value + j * kLanes);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+        for (int j = 0; j < kCount; j++) sums[m][j] += of[m].scores[at] * parts[j];
     }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+      for (int64_t at = shared; at < of[m].live; at++) {
+        const float* value = place.value(at) + k;
 #pragma GCC unroll 4
-    for (int j = 0; j < kCount; j++) store(out + k + j * kLanes, sums[j] * scale);
+        for (int j = 0; j < kCount; j++) sums[m][j] += of[m].scores[at] * load(value + j * kLanes);
+      }
+#pragma GCC unroll 4
+      for (int j = 0; j < kCount; j++) store(of[m].out + k + j * kLanes, sums[m][j] * scales[m]);
+    }
   };
   int64_t k = 0;
   for (; k + 4 * kLanes <= K; k += 4 * kLanes) vectors(k, std::integral_constant<int, 4>());
   for (; k + kLanes <= K; k += kLanes) vectors(k, std::integral_constant<int, 1>());
-  for (; k < K; k++) {
-    float sum = 0;
-    for (int64_t s = 0; s < live; s++) sum += scores[s] * place.value(s)[k];
-    out[k] = sum * scale;
-  }
+  for (; k < K; k++)
+    for (int m = 0; m < M; m++) {
+      float sum = 0;
+      for (int64_t at = 0; at < of[m].live; at++) sum += of[m].scores[at] * place.value(at)[k];
+      of[m].out[k] = sum * scales[m];
+    }
+}
+
+// As many queries as `attend` may take: their sums, and a line of values, stay in registers.
+constexpr int kTogether = sizeof(Vec) == 64 ? 5 : 2;
+
+template <int M, typename Place>
+static void attend_up_to(int count, const Place& place, const Query* of, const float* next, int64_t apart, int64_t K, Scoring how) {
+  if constexpr (M > 1)
+    if (count < M) return attend_up_to<M - 1>(count, place, of, next, apart, K, how);
+  attend<M>(place, of, next, apart, K, how);
 }
 
 static float* room_for(int64_t scores) {
   static thread_local std::vector<float> own;
   return room(own, scores + kLanes);
+}
+
+// Attends to keys and values in order, for those of T queries that `make(t, scores, query)` makes, where it returns true. `slots`:
+// the most that one sees.
+template <typename Make>
+static void attend_in_order(const InOrder& place, int64_t T, int64_t slots, const float* next, int64_t K, Scoring how,
+                            const Make& make) {
+  const int64_t each = slots + kLanes;
+  float* scores = room_for(kTogether * each);
+  Query of[kTogether];
+  int n = 0;
+  for (int64_t t = 0; t < T; t++) {
+    n += make(t, scores + n * each, of[n]);
+    if (n < kTogether && t + 1 < T) continue;
+    if (n) attend_up_to<kTogether>(n, place, of, next, K, K, how), next = nullptr;
+    n = 0;
+  }
 }
 
 // Whether a query is computed: `live [B, T]`, of no elements where all are.
@@ -1270,12 +1350,14 @@ static bool read_further(Floats keys, Floats values, Integers lengths, const Cac
   return has(keys, size) && has(values, size) && has(lengths, L ? of.B : 0);
 }
 
-// One query over `count` keys and values of the cache, and over further ones.
+// A query over keys and values of the cache, as many as it sees, and over further ones.
 template <typename Place>
-static void attend_to_both(const Place& own, int64_t count, const Further& more, int64_t b, int64_t g, const float* q, const float* next,
-                           int64_t K, const float* bias, Scoring how, float* scores, float* out) {
-  if (more.L) attend(Joined<Place>{own, count, more.slots(b, g)}, q, next, K, count + more.live(b), K, nullptr, how, scores, out);
-  else attend(own, q, next, K, count, K, bias, how, scores, out);
+static void attend_to_both(const Place& own, Query of, const Further& more, int64_t b, int64_t g, const float* next, int64_t K,
+                           Scoring how) {
+  if (!more.L) return attend<1>(own, &of, next, K, K, how);
+  const Joined<Place> both{own, of.live, more.slots(b, g)};
+  of.live += more.live(b);
+  attend<1>(both, &of, next, K, K, how);
 }
 
 // The first position that a query at this one sees.
@@ -1313,15 +1395,22 @@ static ffi::Error SelfAttention(ffi::ThreadPool pool, Floats qkv, Floats keys, F
   for_heads(pool, of.B, of.H, of.T * (longest + of.T + more.L) * of.K * 2, [=](int64_t b, int64_t h) {
     const int64_t g = of.shared(h), begin = begin_of(b);
     const float* next = of.slots(b, g + 1, 0).keys;
-    float* scores = room_for(of.S + more.L);
-    for (int64_t t = 0; t < of.T; t++) {
+    const Scoring how{divisor, cap};
+    const auto make = [&](int64_t t, float* scores, Query& query) {
       const int64_t at = begin + t, first = first_seen(at, window);
       float* to = y + ((b * of.T + t) * of.H + h) * of.K;
-      if (counts(b, t))
-        attend_to_both(of.slots(b, g, first), at + 1 - first, more, b, g, of.query(b, t, h), t ? nullptr : next, of.K,
-                       bias_of(table, of.S, h, at, first), {divisor, cap}, scores, to);
-      else if (clear) std::memset(to, 0, sizeof(float) * of.K);
-    }
+      query = {of.query(b, t, h), bias_of(table, of.S, h, at, first), at + 1 - first, scores, to};
+      if (!counts(b, t) && clear) std::memset(to, 0, sizeof(float) * of.K);
+      return counts(b, t);
+    };
+    // All queries begin with the same key, and have no further ones.
+    if (!first_seen(begin + of.T - 1, window) && !more.L)
+      return attend_in_order(of.slots(b, g, 0), of.T, of.S, next, of.K, how, make);
+    float* scores = room_for(of.S + more.L);
+    Query query;
+    for (int64_t t = 0; t < of.T; t++)
+      if (make(t, scores, query))
+        attend_to_both(of.slots(b, g, first_seen(begin + t, window)), query, more, b, g, t ? nullptr : next, of.K, how);
   });
   return ffi::Error::Success();
 }
@@ -1380,14 +1469,13 @@ static ffi::Error CrossAttention(ffi::ThreadPool pool, Floats query, Floats keys
   float* y = out->typed_data();
   for_heads(pool, B, H, T * L * K * 2, [=](int64_t b, int64_t h) {
     const int64_t own = (b * G + h / (H / G)) * L * K;
-    float* scores = room_for(L);
-    for (int64_t t = 0; t < T; t++) {
+    const auto make = [&](int64_t t, float* scores, Query& query) {
       const int64_t at = (b * T + t) * width + h * K;
-      if (counts(b, t))
-        attend(InOrder{key + own, value + own, K}, x + at, t ? nullptr : key + own + L * K, K, within(ends[b], L), K, nullptr,
-               {divisor, cap}, scores, y + at);
-      else if (clear) std::memset(y + at, 0, sizeof(float) * K);
-    }
+      query = {x + at, nullptr, within(ends[b], L), scores, y + at};
+      if (!counts(b, t) && clear) std::memset(y + at, 0, sizeof(float) * K);
+      return counts(b, t);
+    };
+    attend_in_order({key + own, value + own, K}, T, L, key + own + L * K, K, {divisor, cap}, make);
   });
   return ffi::Error::Success();
 }
@@ -1420,13 +1508,13 @@ static ffi::Error NodeAttention(ffi::ThreadPool pool, Floats qkv, Floats keys, F
     const int64_t g = of.shared(h);
     const float* next = of.slots(b, g + 1, 0).keys;
     float* scores = room_for(P + more.L);
+    const Scoring how{divisor, cap};
     for (int64_t t = 0; t < of.T; t++) {
       const int64_t i = b * of.T + t, last = within(at[i], P - 1), first = first_seen(last, window);
       const OnPath own{of.slots(b, g, 0), path + i * P + first, of.S - 1};
       float* to = y + (i * of.H + h) * of.K;
-      if (counts(b, t))
-        attend_to_both(own, last + 1 - first, more, b, g, of.query(b, t, h), t ? nullptr : next, of.K,
-                       bias_of(table, P, h, last, first), {divisor, cap}, scores, to);
+      const Query query{of.query(b, t, h), bias_of(table, P, h, last, first), last + 1 - first, scores, to};
+      if (counts(b, t)) attend_to_both(own, query, more, b, g, t ? nullptr : next, of.K, how);
       else if (clear) std::memset(to, 0, sizeof(float) * of.K);
     }
   });
