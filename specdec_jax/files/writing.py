@@ -302,10 +302,9 @@ def _check_remote(path: RemotePath, name: str) -> None:
 
     Only a store knows who may write what.
     """
-    tried = path.with_name(f"{path.name}.check")
+    tried = path.with_name(f".specdec-{secrets.token_hex(8)}.check")
     try:
-        with contextlib.suppress(FileExistsError):  # another process tries it too
-            tried.create(b"\n")
+        tried.create(b"\n")
     except OSError as error:
         raise ValueError(f"{name}: {error}") from error
     with contextlib.suppress(OSError):  # some may write and not remove

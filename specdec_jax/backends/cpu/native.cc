@@ -1031,21 +1031,27 @@ static ffi::Error LogSums(ffi::ThreadPool pool, Floats x, Out<ffi::F32> greatest
 
 // -------------------------------------------------------------------------------------------------------------- attention
 
-// Where keys and values lie: the i-th, `apart` values apart.
+static inline int64_t within(int64_t length, int64_t most) { return length < 0 ? 0 : length < most ? length : most; }
+
+// Where keys and values lie: the i-th, `apart` values apart. `common`: how many of the first `most` are those of another such place.
 struct InOrder {
   const float *keys, *values;
   int64_t apart;
+  int64_t common(const InOrder& other, int64_t most) const { return keys == other.keys ? most : 0; }
   const float* key(int64_t i) const { return keys + i * apart; }
   const float* value(int64_t i) const { return values + i * apart; }
 };
-
-static inline int64_t within(int64_t length, int64_t most) { return length < 0 ? 0 : length < most ? length : most; }
 
 // The i-th in slot path[i], of which the last one is `last`.
 struct OnPath {
   InOrder slots;
   const int32_t* path;
   int64_t last;
+  int64_t common(const OnPath& other, int64_t most) const {
+    int64_t i = 0;
+    while (i < most && path[i] == other.path[i]) i++;
+    return slots.common(other.slots, i);
+  }
   const float* key(int64_t i) const { return slots.key(within(path[i], last)); }
   const float* value(int64_t i) const { return slots.value(within(path[i], last)); }
 };
@@ -1056,6 +1062,10 @@ struct Joined {
   First first;
   int64_t count;  // of the first
   InOrder second;
+  int64_t common(const Joined& other, int64_t most) const {
+    const int64_t both = count < other.count ? count : other.count;
+    return first.common(other.first, most < both ? most : both);
+  }
   const float* key(int64_t i) const { return i < count ? first.key(i) : second.key(i - count); }
   const float* value(int64_t i) const { return i < count ? first.value(i) : second.value(i - count); }
 };
@@ -1065,23 +1075,25 @@ struct Scoring {
   float divisor, cap;
 };
 
-// A query, which sees the first `live` keys; `scores`: room for `live` + kLanes numbers.
+// A query, which sees the first `live` keys and values of a place; `scores`: room for `live` + kLanes numbers.
+template <typename Place>
 struct Query {
+  Place place;
   const float *q, *bias;
   int64_t live;
-  float *scores, *out;
+  float *out, *scores;
 };
 
 // Writes the scores of the keys s .. end - 1, given the first products of each and the query, by lanes. Returns the greatest ones.
 template <typename Place>
-static inline __attribute__((always_inline)) Vec score(const Place& place, const Query& of, int64_t s, int64_t end, int64_t K,
-                                                       Scoring how, const Vec* products, Vec most) {
+static inline __attribute__((always_inline)) Vec score(const Query<Place>& of, int64_t s, int64_t end, int64_t K, Scoring how,
+                                                       const Vec* products, Vec most) {
   const int64_t whole = K / kLanes * kLanes, left = of.live - s;
   Vec v = sums_of(products);
   if (whole < K) {
     store(of.scores + s, v);
     for (int64_t i = s; i < end; i++)
-      for (int64_t k = whole; k < K; k++) of.scores[i] += of.q[k] * place.key(i)[k];
+      for (int64_t k = whole; k < K; k++) of.scores[i] += of.q[k] * of.place.key(i)[k];
     v = load(of.scores + s);
   }
   v = v / how.divisor;
@@ -1092,23 +1104,24 @@ static inline __attribute__((always_inline)) Vec score(const Place& place, const
   return v > most ? v : most;
 }
 
-// Queries [M] over their keys and values: out = Σ softmax(score(q · k) + bias) v. What several of them see is loaded once; each has
-// the bits that it has alone. `next`: the keys that are likely to be read after them, `apart` values apart, as these are; none:
-// these were read just now.
+// Queries [M] over their keys and values, of which the first `common` are those of all: out = Σ softmax(score(q · k) + bias) v.
+// What all see is loaded once; each has the bits that it has alone. `next`: the keys that are likely to be read after these, which
+// lie K values apart, too; none: these were read just now.
 template <int M, typename Place>
-static void attend(const Place& place, const Query* of, const float* next, int64_t apart, int64_t K, Scoring how) {
-  int64_t shared = of[0].live;
-  for (int m = 1; m < M; m++) shared = of[m].live < shared ? of[m].live : shared;
+static void attend(const Query<Place>* of, int64_t common, const float* next, int64_t K, Scoring how) {
+  int64_t shared = common;
+  for (int m = 0; m < M; m++) shared = of[m].live < shared ? of[m].live : shared;
   const int64_t whole = K / kLanes * kLanes, turn = shared > kSlotsAhead ? shared - kSlotsAhead : 0;
   Vec most[M];
   for (int m = 0; m < M; m++) most[m] = all(-INFINITY);
   // The products of a key and queries first .. first + n - 1.
   const auto multiply = [&](int64_t i, int first, auto n, Vec (*products)[kLanes]) __attribute__((always_inline)) {
     constexpr int N = decltype(n)::value;
+    const Place& place = of[first].place;
     const float* key = place.key(i);
     if (next && i < shared) {
       // Too short a run for the processor to foresee: keys and values of the slots that come next, at the end the next head's.
-      const int64_t ahead = i < turn ? kSlotsAhead * apart : next + (i - turn) * apart - key;
+      const int64_t ahead = i < turn ? kSlotsAhead * K : next + (i - turn) * K - key;
       const float* value = place.value(i);
       for (int64_t k = 0; k < K; k += 16) {
         __builtin_prefetch(key + ahead + k, 0, 3);
@@ -1129,14 +1142,14 @@ static void attend(const Place& place, const Query* of, const float* next, int64
     for (; s + kLanes <= shared; s += kLanes) {
       Vec products[M][kLanes];
       for (int64_t i = s; i < s + kLanes; i++) multiply(i, 0, std::integral_constant<int, M>(), products);
-      for (int m = 0; m < M; m++) most[m] = score(place, of[m], s, s + kLanes, K, how, products[m], most[m]);
+      for (int m = 0; m < M; m++) most[m] = score(of[m], s, s + kLanes, K, how, products[m], most[m]);
     }
   for (int m = 0; m < M; m++) {
     Vec products[1][kLanes] = {};
     for (int64_t from = s; from < of[m].live; from += kLanes) {
       const int64_t end = of[m].live - from < kLanes ? of[m].live : from + kLanes;
       for (int64_t i = from; i < end; i++) multiply(i, m, std::integral_constant<int, 1>(), products);
-      most[m] = score(place, of[m], from, end, K, how, products[0], most[m]);
+      most[m] = score(of[m], from, end, K, how, products[0], most[m]);
     }
   }
   float scales[M];
@@ -1155,7 +1168,7 @@ static void attend(const Place& place, const Query* of, const float* next, int64
     constexpr int kCount = decltype(count)::value;
     Vec sums[M][kCount] = {};
     for (int64_t at = 0; at < shared; at++) {
-      const float* value = place.value(at) + k;
+      const float* value = of[0].place.value(at) + k;
       Vec parts[kCount];
 #pragma GCC unroll 4
       for (int j = 0; j < kCount; j++) parts[j] = load(value + j * kLanes);
@@ -1167,7 +1180,7 @@ static void attend(const Place& place, const Query* of, const float* next, int64
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
       for (int64_t at = shared; at < of[m].live; at++) {
-        const float* value = place.value(at) + k;
+        const float* value = of[m].place.value(at) + k;
 #pragma GCC unroll 4
         for (int j = 0; j < kCount; j++) sums[m][j] += of[m].scores[at] * load(value + j * kLanes);
       }
@@ -1181,7 +1194,7 @@ static void attend(const Place& place, const Query* of, const float* next, int64
   for (; k < K; k++)
     for (int m = 0; m < M; m++) {
       float sum = 0;
-      for (int64_t at = 0; at < of[m].live; at++) sum += of[m].scores[at] * place.value(at)[k];
+      for (int64_t at = 0; at < of[m].live; at++) sum += of[m].scores[at] * of[m].place.value(at)[k];
       of[m].out[k] = sum * scales[m];
     }
 }
@@ -1190,31 +1203,36 @@ static void attend(const Place& place, const Query* of, const float* next, int64
 constexpr int kTogether = sizeof(Vec) == 64 ? 5 : 2;
 
 template <int M, typename Place>
-static void attend_up_to(int count, const Place& place, const Query* of, const float* next, int64_t apart, int64_t K, Scoring how) {
+static void attend_up_to(int count, const Query<Place>* of, int64_t common, const float* next, int64_t K, Scoring how) {
   if constexpr (M > 1)
-    if (count < M) return attend_up_to<M - 1>(count, place, of, next, apart, K, how);
-  attend<M>(place, of, next, apart, K, how);
+    if (count < M) return attend_up_to<M - 1>(count, of, common, next, K, how);
+  attend<M>(of, common, next, K, how);
 }
 
 static float* room_for(int64_t scores) {
   static thread_local std::vector<float> own;
-  return room(own, scores + kLanes);
+  return room(own, scores);
 }
 
-// Attends to keys and values in order, for those of T queries that `make(t, scores, query)` makes, where it returns true. `slots`:
-// the most that one sees.
-template <typename Make>
-static void attend_in_order(const InOrder& place, int64_t T, int64_t slots, const float* next, int64_t K, Scoring how,
-                            const Make& make) {
+// Attends for those of T queries that `make(t, query)` makes, all but its room for scores, where it returns true. `slots`: the most
+// that one sees.
+template <typename Place, typename Make>
+static void attend_all(int64_t T, int64_t slots, const float* next, int64_t K, Scoring how, const Make& make) {
   const int64_t each = slots + kLanes;
   float* scores = room_for(kTogether * each);
-  Query of[kTogether];
+  Query<Place> of[kTogether];
+  int64_t common = slots;
   int n = 0;
   for (int64_t t = 0; t < T; t++) {
-    n += make(t, scores + n * each, of[n]);
+    if (make(t, of[n])) {
+      of[n].scores = scores + n * each;
+      const int64_t most = of[n].live < common ? of[n].live : common;
+      common = n ? of[0].place.common(of[n].place, most) : most;
+      n++;
+    }
     if (n < kTogether && t + 1 < T) continue;
-    if (n) attend_up_to<kTogether>(n, place, of, next, K, K, how), next = nullptr;
-    n = 0;
+    if (n) attend_up_to<kTogether>(n, of, common, next, K, how), next = nullptr;
+    n = 0, common = slots;
   }
 }
 
@@ -1350,14 +1368,17 @@ static bool read_further(Floats keys, Floats values, Integers lengths, const Cac
   return has(keys, size) && has(values, size) && has(lengths, L ? of.B : 0);
 }
 
-// A query over keys and values of the cache, as many as it sees, and over further ones.
-template <typename Place>
-static void attend_to_both(const Place& own, Query of, const Further& more, int64_t b, int64_t g, const float* next, int64_t K,
-                           Scoring how) {
-  if (!more.L) return attend<1>(own, &of, next, K, K, how);
-  const Joined<Place> both{own, of.live, more.slots(b, g)};
-  of.live += more.live(b);
-  attend<1>(both, &of, next, K, K, how);
+// Does what `attend_all` does, over further keys and values, too, if there are any.
+template <typename Place, typename Make>
+static void attend_to_both(const Further& more, int64_t b, int64_t g, int64_t T, int64_t slots, const float* next, int64_t K,
+                           Scoring how, const Make& make) {
+  if (!more.L) return attend_all<Place>(T, slots, next, K, how, make);
+  attend_all<Joined<Place>>(T, slots + more.L, next, K, how, [&](int64_t t, Query<Joined<Place>>& query) {
+    Query<Place> own;
+    if (!make(t, own)) return false;
+    query = {{own.place, own.live, more.slots(b, g)}, own.q, nullptr, own.live + more.live(b), own.out, nullptr};
+    return true;
+  });
 }
 
 // The first position that a query at this one sees.
@@ -1395,22 +1416,13 @@ static ffi::Error SelfAttention(ffi::ThreadPool pool, Floats qkv, Floats keys, F
   for_heads(pool, of.B, of.H, of.T * (longest + of.T + more.L) * of.K * 2, [=](int64_t b, int64_t h) {
     const int64_t g = of.shared(h), begin = begin_of(b);
     const float* next = of.slots(b, g + 1, 0).keys;
-    const Scoring how{divisor, cap};
-    const auto make = [&](int64_t t, float* scores, Query& query) {
+    attend_to_both<InOrder>(more, b, g, of.T, of.S, next, of.K, {divisor, cap}, [&](int64_t t, Query<InOrder>& query) {
       const int64_t at = begin + t, first = first_seen(at, window);
       float* to = y + ((b * of.T + t) * of.H + h) * of.K;
-      query = {of.query(b, t, h), bias_of(table, of.S, h, at, first), at + 1 - first, scores, to};
+      query = {of.slots(b, g, first), of.query(b, t, h), bias_of(table, of.S, h, at, first), at + 1 - first, to, nullptr};
       if (!counts(b, t) && clear) std::memset(to, 0, sizeof(float) * of.K);
       return counts(b, t);
-    };
-    // All queries begin with the same key, and have no further ones.
-    if (!first_seen(begin + of.T - 1, window) && !more.L)
-      return attend_in_order(of.slots(b, g, 0), of.T, of.S, next, of.K, how, make);
-    float* scores = room_for(of.S + more.L);
-    Query query;
-    for (int64_t t = 0; t < of.T; t++)
-      if (make(t, scores, query))
-        attend_to_both(of.slots(b, g, first_seen(begin + t, window)), query, more, b, g, t ? nullptr : next, of.K, how);
+    });
   });
   return ffi::Error::Success();
 }
@@ -1469,13 +1481,13 @@ static ffi::Error CrossAttention(ffi::ThreadPool pool, Floats query, Floats keys
   float* y = out->typed_data();
   for_heads(pool, B, H, T * L * K * 2, [=](int64_t b, int64_t h) {
     const int64_t own = (b * G + h / (H / G)) * L * K;
-    const auto make = [&](int64_t t, float* scores, Query& query) {
+    const InOrder place{key + own, value + own, K};
+    attend_all<InOrder>(T, L, place.key(L), K, {divisor, cap}, [&](int64_t t, Query<InOrder>& query) {
       const int64_t at = (b * T + t) * width + h * K;
-      query = {x + at, nullptr, within(ends[b], L), scores, y + at};
+      query = {place, x + at, nullptr, within(ends[b], L), y + at, nullptr};
       if (!counts(b, t) && clear) std::memset(y + at, 0, sizeof(float) * K);
       return counts(b, t);
-    };
-    attend_in_order({key + own, value + own, K}, T, L, key + own + L * K, K, {divisor, cap}, make);
+    });
   });
   return ffi::Error::Success();
 }
@@ -1507,16 +1519,14 @@ static ffi::Error NodeAttention(ffi::ThreadPool pool, Floats qkv, Floats keys, F
   for_heads(pool, of.B, of.H, of.T * (longest + 1 + more.L) * of.K * 2, [=](int64_t b, int64_t h) {
     const int64_t g = of.shared(h);
     const float* next = of.slots(b, g + 1, 0).keys;
-    float* scores = room_for(P + more.L);
-    const Scoring how{divisor, cap};
-    for (int64_t t = 0; t < of.T; t++) {
+    attend_to_both<OnPath>(more, b, g, of.T, P, next, of.K, {divisor, cap}, [&](int64_t t, Query<OnPath>& query) {
       const int64_t i = b * of.T + t, last = within(at[i], P - 1), first = first_seen(last, window);
       const OnPath own{of.slots(b, g, 0), path + i * P + first, of.S - 1};
       float* to = y + (i * of.H + h) * of.K;
-      const Query query{of.query(b, t, h), bias_of(table, P, h, last, first), last + 1 - first, scores, to};
-      if (counts(b, t)) attend_to_both(own, query, more, b, g, t ? nullptr : next, of.K, how);
-      else if (clear) std::memset(to, 0, sizeof(float) * of.K);
-    }
+      query = {own, of.query(b, t, h), bias_of(table, P, h, last, first), last + 1 - first, to, nullptr};
+      if (!counts(b, t) && clear) std::memset(to, 0, sizeof(float) * of.K);
+      return counts(b, t);
+    });
   });
   return ffi::Error::Success();
 }
