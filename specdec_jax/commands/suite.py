@@ -87,7 +87,7 @@ def _check(options: BenchmarkOptions) -> None:
     suite = f"suite={options.suite!r}"
     if not options.output:
         raise ValueError(f"output: got nothing with {suite}, expected the file of its records")
-    check_output(options.output)
+    check_output(options.output, source=options.input_file)
     if is_pass_through(options.output):
         raise ValueError(
             f"output: got {options.output!r}, expected a regular file: its records are read again"
@@ -95,7 +95,7 @@ def _check(options: BenchmarkOptions) -> None:
     if options.plot:
         raise mismatch_error("plot", f"{options.plot!r} with {suite}", "--report for its figures")
     if options.report:
-        figures.check_page("report", options.report)
+        figures.check_page("report", options.report, options.input_file)
         page, output = (places.make_path(path) for path in (options.report, options.output))
         if page.absolute() == output.absolute():
             raise ValueError(f"report: got {options.report!r}, expected another file than output")
