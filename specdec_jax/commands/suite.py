@@ -21,7 +21,6 @@ from specdec_jax.commands import figures
 from specdec_jax.commands.benchmark import BenchmarkOptions, make_others
 from specdec_jax.commands.errors import CheckFailed
 from specdec_jax.commands.resumable_output import Journal
-from specdec_jax.files import places
 from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import check_output, is_pass_through, write_file
@@ -96,9 +95,6 @@ def _check(options: BenchmarkOptions) -> None:
         raise mismatch_error("plot", f"{options.plot!r} with {suite}", "--report for its figures")
     if options.report:
         figures.check_page("report", options.report, options.input_file)
-        page, output = (places.make_path(path) for path in (options.report, options.output))
-        if page.absolute() == output.absolute():
-            raise ValueError(f"report: got {options.report!r}, expected another file than output")
     if not (_model_names(options.drafter) or _model_names(options.drafter_preset)):
         raise ValueError(f"drafter: got nothing with {suite}, expected one or several")
     if options.preset and not options.synthetic_alpha:
