@@ -75,8 +75,8 @@ def check_written(options: Any, read: Mapping[str, Iterable[Any]]) -> None:
     inputs = getattr(options, "input_file", None) or ()
     read = {**read, "input_file": [inputs] if isinstance(inputs, str) else inputs}
     named = [(name, path) for name, files in read.items() for path in files]
-    for name, path in [*written.items(), *named] if settings else ():
-        if places.is_same(settings, path):
+    for name, path in [*written.items(), *named]:
+        if settings is not None and places.is_same(settings, path):
             got = f"an output whose settings go to {settings.name}, which {name} names too"
             raise ValueError(f"got {got}, expected another name")
 
@@ -116,12 +116,12 @@ def record(
             path.parent.mkdir(parents=True, exist_ok=True)
         writing.write_file(path, settings)
         return
-    path, partial = (_find_settings(options, suffix) for suffix in (".gin", ".partial.gin"))
-    if path is None or partial is None:
+    place, partial = (_find_settings(options, suffix) for suffix in (".gin", ".partial.gin"))
+    if place is None or partial is None:
         return
     if unfinished:
         writing.write_file(partial, settings)
         return
-    if not any(places.is_same(path, file) for file in kept):
-        writing.write_file(path, settings)
+    if not any(places.is_same(place, file) for file in kept):
+        writing.write_file(place, settings)
     partial.unlink(missing_ok=True)
