@@ -213,7 +213,10 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
     for record in [one for one in records if stage in one["stages"] or one in other]:
         part = record["stages"].get(stage, {})
         head = name_machine(record) + note_conditions(record, part, kind.timed)
-        rows = part.get("rows", {})
+        rows = {
+            one: {case: kind.drop_alpha(one, case, row) for case, row in cases.items()}
+            for one, cases in part.get("rows", {}).items()
+        }
         why.add(explain_absence(part))
         if "*" in text:
             before, after = text.split("*")

@@ -63,6 +63,20 @@ def test_a_row_is_a_case_and_a_column_is_a_machine(results):
     ]
 
 
+def test_rows_whose_drafts_are_verified_as_a_whole_have_no_alpha(results):
+    rows = RECORD["stages"]["pair"]["rows"]["ende"]
+    cases = "plain", "chain, γ = 4", "tree of widths 3, 2, 1", "dynamic tree of 16 nodes"
+    found = dict.fromkeys(cases, rows["speculative"]) | {"plain": rows["plain, float32"]}
+    stages = {"trees": {"rows": {"ende T=0": found, "ende T=1": found}}}
+    for text, rated in ("ende T=0", cases[1:]), ("ende T=1", cases[3:]):
+        _, _, plain, *drafted = results.make_table(
+            f"trees {text}", [RECORD | {"stages": stages}]
+        ).splitlines()
+        assert "α" not in plain and "a call" not in plain
+        for case, line in zip(cases[1:], drafted, strict=True):
+            assert (", α 0.75, " in line) == (case in rated) and ", 3.25 tokens a call" in line
+
+
 def test_a_table_of_all_texts_has_a_column_for_each(results):
     record = json.loads(json.dumps(RECORD))
     rows = record["stages"]["pair"]["rows"]["ende"]
