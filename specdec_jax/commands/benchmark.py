@@ -20,7 +20,7 @@ from specdec_jax.commands import generation_flags
 from specdec_jax.commands.errors import CheckFailed
 from specdec_jax.commands.measure import INPUT_FILE_HELP
 from specdec_jax.commands.options import DecodingOptions, check_at_least
-from specdec_jax.commands.sentences import load_sentences
+from specdec_jax.commands.sentences import check_any_text, load_sentences
 from specdec_jax.decoding.checks import UnsupportedCombination, unsupported
 from specdec_jax.decoding.search_options import LEVELS, BeamOptions
 from specdec_jax.drafters.named import needs_no_model
@@ -271,6 +271,7 @@ def load(options: BenchmarkOptions, target: LanguageModel | None = None) -> Work
         return _read_preset(options, target)
     sentences = load_sentences(options.input_file, options.limit)
     target, drafter = options.load(target)
+    check_any_text(target, sentences)
     batches = analysis_variants.make_batches(target, sentences, options)
     return Workload(target, drafter, batches, options)
 

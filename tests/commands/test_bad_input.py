@@ -53,6 +53,14 @@ BAD = {
     ),
     "gamma of the demo": (["demo", "PAIR", "--gamma=-1"], "gamma: got -1, expected"),
     "gamma of the benchmark": (["benchmark", "PAIR", "--gamma=2,-1"], "gamma: got -1, expected"),
+    "no text to time": (
+        ["benchmark", "PAIR", "--input_file=BLANK"],
+        "input_file: got no sentence with any text, expected at least one",
+    ),
+    "no text to measure": (
+        ["measure", "PAIR", "--input_file=BLANK"],
+        "input_file: got no sentence with any text, expected at least one",
+    ),
     "gammas": (["benchmark", "PAIR", "--gamma=2,x"], "gamma: got '2,x', expected"),
     "temperature": (
         ["generate", "PAIR", "--temperature=-0.5", "hello"],
@@ -150,13 +158,13 @@ BAD = {
 @pytest.mark.parametrize("case", sorted(BAD))
 def test_bad_input(specdec, pair, tmp_path, compilations, case):
     (tmp_path / "empty").touch()
+    (tmp_path / "blank").write_text("\n  \n")
     (tmp_path / "latin1").write_bytes("gut\nschön\n".encode("latin-1"))
     argv, message = BAD[case]
     filled = []
     for argument in argv:
-        argument = argument.replace("EMPTY", str(tmp_path / "empty")).replace(
-            "LATIN1", str(tmp_path / "latin1")
-        )
+        for name in ("empty", "blank", "latin1"):
+            argument = argument.replace(f"={name.upper()}", f"={tmp_path / name}")
         filled += MODELS[:3] if argument == "PAIR" else [argument]
     code, out, err = specdec(*filled)
     assert code == 2 and not out
