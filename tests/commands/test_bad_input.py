@@ -61,6 +61,17 @@ BAD = {
         ["measure", "PAIR", "--input_file=BLANK"],
         "input_file: got no sentence with any text, expected at least one",
     ),
+    **{
+        f"{flag[2:]} of sorted texts": (
+            ["count", "--target=t", "--input_file=BLANK", "--suffix", "--output=x.suffix", flag],
+            f"{got} with suffix, expected {default}: texts are not counted",
+        )
+        for flag, got, default in (
+            ("--order=3", "order: got 3", 2),
+            ("--continuations=4", "continuations: got 4", 8),
+            ("--sampled", "sampled: got True", False),
+        )
+    },
     "gammas": (["benchmark", "PAIR", "--gamma=2,x"], "gamma: got '2,x', expected"),
     "temperature": (
         ["generate", "PAIR", "--temperature=-0.5", "hello"],
