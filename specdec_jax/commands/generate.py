@@ -180,6 +180,9 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         check_beam_options(**{name: getattr(config, name) for name in BEAM_FIELDS})
         if config.num_beams is None:
             return
+        if config.beam_width is not None and not self.drafter:
+            got = f"{config.beam_width} for plain beam search"
+            raise checks.unsupported("beam_width", got, "a drafter")
         if self.stream:
             raise UnsupportedCombination("stream: got True with num_beams, expected none")
         check_greedy(self.sampling().mode, self.sampling().temperature)

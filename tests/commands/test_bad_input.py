@@ -51,6 +51,10 @@ BAD = {
         ["generate", "PAIR", "--tree=widths:2", "--num_beams=2", "hello"],
         "tree: got 'widths:2' with num_beams, expected none",
     ),
+    "width of plain beams": (
+        ["generate", "--target=t", "--num_beams=4", "--beam_width=8", "hello"],
+        "beam_width: got 8 for plain beam search, expected a drafter",
+    ),
     "gamma of the demo": (["demo", "PAIR", "--gamma=-1"], "gamma: got -1, expected"),
     "gamma of the benchmark": (["benchmark", "PAIR", "--gamma=2,-1"], "gamma: got -1, expected"),
     "no text to time": (
