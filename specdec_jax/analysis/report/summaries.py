@@ -166,8 +166,9 @@ def _beam_verdict(record: Mapping[str, Any]) -> list[str]:
         differing = [len(variant["differences"]) for variant in searches]
         near_ties = _are_near_ties(searches)
     advice = "a drafter that costs less, or fewer levels (--gamma)"
-    best = describe_best(record["verdict"], options["repeats"], advice, "plain beam search")
-    return [*best, describe_tokens(differing, record["sentences"], options, near_ties)]
+    plain, sentences = "plain beam search", record["sentences"]
+    best = describe_best(record["verdict"], options["repeats"], advice, plain)
+    return [*best, describe_tokens(differing, sentences, options, near_ties, plain)]
 
 
 def _are_near_ties(variants: Sequence[Mapping[str, Any]]) -> bool:
