@@ -59,6 +59,8 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"got {argv[1]!r}, expected flags only")
     if unknown := sorted(set(_ONLY.value) - set(STAGES)):
         raise app.UsageError(f"only: got {unknown[0]!r}, expected some of {', '.join(STAGES)}")
+    if _DATA.value is not None and not os.path.isdir(_DATA.value):
+        raise app.UsageError(f"data: got {_DATA.value!r}, expected a folder")
     if not _RENDER.value:
         with tempfile.TemporaryDirectory() as folder:
             keep_programs(folder)  # stages and texts share many

@@ -6,6 +6,8 @@ import sys
 
 import pages
 import pytest
+from absl import app
+from absl.flags import FLAGS
 
 pages.require_checkout()
 GAIN = {"median": 2.5, "least": 2.0, "most": 3.0}
@@ -137,6 +139,14 @@ def test_a_run_leaves_out_what_one_machine_has_measured_for_all(results, monkeyp
         monkeypatch.setattr(results, "read_records", lambda found=found: [{"stages": found}])
         assert results.choose_stages(quick=False) == full_run
         assert results.choose_stages(quick=True) == quick_run
+
+
+@pytest.mark.parametrize("data", ["", "no/such/folder", __file__])
+def test_data_is_a_folder(results, data):
+    FLAGS.unparse_flags()
+    FLAGS(["results", f"--data={data}", "--render"])
+    with pytest.raises(app.UsageError, match="data: got '.*', expected a folder"):
+        results.main([])
 
 
 def test_a_stage_that_was_not_measured_says_why(results):
