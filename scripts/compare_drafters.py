@@ -129,7 +129,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"got {argv[1]!r}, expected flags only")
     try:
-        check_output(_OUTPUT.value)
+        check_output(_OUTPUT.value, source=_FILE.value)
         asked = {variant: read_variant(variant) for variant in _VARIANT.value}
         if len({(one.dtype, one.vocabulary, one.mesh) for one, _ in asked.values()}) > 1:
             raise ValueError(
