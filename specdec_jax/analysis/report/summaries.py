@@ -108,7 +108,10 @@ def _table_rows(record: Mapping[str, Any]) -> list[str]:
         cells = ["-" if value is None else f"{value:.3f}" for value in values]
         cells[2] += " " if row["timed"] else "~"
         rows.append([row["gamma"], *cells])
-    return ["".join(f"{cell:>12}" for cell in row) for row in rows]
+    widths = [max(12, len(head) + 2) for head in rows[0]]
+    return [
+        "".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows
+    ]
 
 
 # Whether drafting pays.
