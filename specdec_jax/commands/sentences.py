@@ -51,6 +51,12 @@ def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str
     return sentences
 
 
+def check_input_file(path: str | None) -> None:
+    """Raises ValueError for an empty name, which would count as none."""
+    if path == "":
+        raise mismatch_error("input_file", "an empty name", "a file, or not to be given")
+
+
 def check_any_text(target: LanguageModel, sentences: Sequence[str]) -> None:
     """Raises ValueError where no sentence has any text: an encoder's empty input is not decoded."""
     if not is_decoder_only(target) and not any(text.strip() for text in sentences):

@@ -19,7 +19,7 @@ from specdec_jax.commands.generation_flags import (
 )
 from specdec_jax.commands.measure import INPUT_FILE_HELP, check_measured
 from specdec_jax.commands.options import DecodingOptions, check_at_least
-from specdec_jax.commands.sentences import check_any_text, load_sentences
+from specdec_jax.commands.sentences import check_any_text, check_input_file, load_sentences
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models import arguments
 from specdec_jax.models.arguments import document_fields, make_option
@@ -71,6 +71,7 @@ class TuneOptions(SearchFlags, DecodingOptions):
             self, temperature=0.0, verifier="block", choose_verifier=True, tree_nodes=()
         )
         check_measured(self, self.batch_size, self.repeats, self.limit)
+        check_input_file(self.input_file)
         for gamma in self.gamma:
             check_gamma(gamma)
             check_at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always among the choices

@@ -66,6 +66,19 @@ BAD = {
         "input_file: got no sentence with any text, expected at least one",
     ),
     **{
+        f"empty name of a file, {name} {more[0]}": (
+            [name, *more, "--input_file="],
+            "input_file: got an empty name, expected a file, or not to be given",
+        )
+        for name, more in (
+            ("generate", ["--target=t", "hello"]),
+            ("benchmark", ["--target=t"]),
+            ("benchmark", ["--preset=t5_1_1/small", "--synthetic_alpha=1", "--drafter=lookup"]),
+            ("measure", ["--target=t", "--drafter=d"]),
+            ("tune", ["--target=t", "--drafter=d", "--config=tuned.gin"]),
+        )
+    },
+    **{
         f"{flag[2:]} of sorted texts": (
             ["count", "--target=t", "--input_file=BLANK", "--suffix", "--output=x.suffix", flag],
             f"{got} with suffix, expected {default}: texts are not counted",
