@@ -129,7 +129,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"got {argv[1]!r}, expected flags only")
     try:
-        check_output(_OUTPUT.value)
+        check_output(_OUTPUT.value, source=_FILE.value)
         asked = {variant: read_variant(variant) for variant in _VARIANT.value}
         if len({(one.dtype, one.vocabulary, one.mesh) for one, _ in asked.values()}) > 1:
             raise ValueError(
@@ -212,11 +212,12 @@ def row(name: str, variant: Variant, plain: Variant) -> dict:
     """Returns the counts of a variant and its improvement over plain decoding."""
     examined = int(np.sum(variant.total("examined_by_position")))
     calls, accepted = variant.total("target_calls"), variant.total("accepted")
+    rated = variant.has_rate
     differ = analysis_variants.count_differing(variant, plain)
     return {
         "variant": name,
-        "alpha": accepted / (examined + variant.total("undrafted")) if examined else None,
-        "alpha_where_drafted": accepted / examined if examined else None,
+        "alpha": accepted / (examined + variant.total("undrafted")) if rated else None,
+        "alpha_where_drafted": accepted / examined if rated else None,
         "tokens_per_call": variant.tokens / max(calls, 1),
         "drafted_per_call": variant.total("drafted") / max(calls, 1),
         "improvement": summarize(plain.seconds_per_token / variant.seconds_per_token),

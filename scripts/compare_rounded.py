@@ -125,8 +125,8 @@ def decode(model: LanguageModel, inputs: Sequence[Sequence[int]], what: str) -> 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
-    check_output(_OUTPUT.value)
     try:
+        check_output(_OUTPUT.value, source=_FILE.value)
         texts, references = read_texts(_FILE.value)
         full, other, drafter = models()
         inputs = encode(full, texts, 512)

@@ -59,6 +59,8 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"got {argv[1]!r}, expected flags only")
     if unknown := sorted(set(_ONLY.value) - set(STAGES)):
         raise app.UsageError(f"only: got {unknown[0]!r}, expected some of {', '.join(STAGES)}")
+    if _DATA.value is not None and not os.path.isdir(_DATA.value):
+        raise app.UsageError(f"data: got {_DATA.value!r}, expected a folder")
     if not _RENDER.value:
         with tempfile.TemporaryDirectory() as folder:
             keep_programs(folder)  # stages and texts share many
@@ -213,7 +215,10 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
     for record in [one for one in records if stage in one["stages"] or one in other]:
         part = record["stages"].get(stage, {})
         head = name_machine(record) + note_conditions(record, part, kind.timed)
-        rows = part.get("rows", {})
+        rows = {
+            one: {case: kind.drop_alpha(one, case, row) for case, row in cases.items()}
+            for one, cases in part.get("rows", {}).items()
+        }
         why.add(explain_absence(part))
         if "*" in text:
             before, after = text.split("*")

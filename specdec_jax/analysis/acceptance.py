@@ -106,10 +106,14 @@ def measure_acceptance(workload: Workload, verifiers: Sequence[str], gamma: int)
 
     `verifiers` are names: several exact ones, or one alone. `gamma` is G.
     """
+    return (score if is_scored(workload, verifiers) else count)(workload, verifiers, gamma)
+
+
+def is_scored(workload: Workload, verifiers: Sequence[str]) -> bool:
+    """Returns whether the acceptance can be computed by scoring outputs with both models."""
     greedy = workload.options.sampling().mode.greedy
     known = {*SURVIVAL, "gumbel", "rejection"} if greedy else set(SURVIVAL)
-    scorable = workload.drafter.scorable and known >= set(verifiers)
-    return (score if scorable else count)(workload, verifiers, gamma)
+    return workload.drafter.scorable and known >= set(verifiers)
 
 
 def score(workload: Workload, verifiers: Sequence[str], gamma: int) -> Acceptance:

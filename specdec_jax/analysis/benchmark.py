@@ -322,9 +322,7 @@ def _total_stats(variant: Variant) -> dict[str, Any]:
     """Returns the statistics of all batches together; both α are ratios of sums."""
     totals = variant.totals()
     accepted, calls = totals["accepted"], max(totals["target_calls"], 1)
-    examined = sum(totals["examined_by_position"])
-    # Block verification has no acceptance rate.
-    known = examined and any(one.stats.acceptance_rate is not None for one in variant.results)
+    examined, known = sum(totals["examined_by_position"]), variant.has_rate
     positions = examined + totals["undrafted"]
     return totals | {
         "acceptance_rate": accepted / examined if known else None,

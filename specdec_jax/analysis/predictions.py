@@ -34,8 +34,7 @@ class Work:
 def predict_cost(work: Sequence[Work], gamma: int, times: Times) -> dict[str, float]:
     """Returns the seconds of `work` by part, from the measured single steps.
 
-    The loop around them is not counted. If no draft step was measured, the drafter has no model and
-    drafting takes no time.
+    The loop around them is not counted. Without a draft step, drafting is taken to need no time.
     """
     single = times["target step"].median
     added = times[f"verify {gamma}"].median - single if gamma else 0.0
@@ -63,8 +62,8 @@ def draft_seconds(gamma: int, times: Times) -> float:
 def cost_ratio(gamma: int, times: Times) -> float:
     """Returns c: the time of a draft step between target calls, in target steps.
 
-    For a drafter without a model it is the time that drafting adds to an iteration, per token; 0 if
-    no iteration was timed.
+    For a drafter without draft steps of its own it is the time that drafting adds to an iteration,
+    per token; 0 if no iteration was timed.
     """
     step = times["target step"].median
     if "draft step" in times:

@@ -240,7 +240,7 @@ def step_variants(
     """Returns single steps and encoders by name, with `count_steps(name)` steps in each call.
 
     Args:
-      target, drafter: the pair; a drafter without a model has no steps of its own.
+      target, drafter: the pair; of a drafter without draft steps none is timed.
       lengths, shape: padded lengths of inputs, for encoders, and the shape of every other call.
       gammas: for each γ there is "verify γ", a target call over γ + 1 positions.
       pairs: for each γ there is "draft γ and verify", which has γ draft steps before that call; and

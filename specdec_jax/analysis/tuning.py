@@ -22,6 +22,7 @@ from specdec_jax.analysis.variants import SentenceBatch, Variant, Workload, make
 from specdec_jax.analysis.verdicts import find_best
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding import autotune
+from specdec_jax.decoding.checks import unsupported
 from specdec_jax.decoding.request import plan
 from specdec_jax.files.progress import track
 from specdec_jax.speculative import trees
@@ -166,6 +167,10 @@ def tune(workload: Workload, others: Sequence[SentenceBatch]) -> dict[str, Any]:
     workload._replace(batches=[*workload.batches, *others]).check_prompts()
     drafter, options = workload.drafter, workload.options
     gammas, verifiers = sorted(set(options.gammas)), options.verifiers
+    if options.tree_nodes and not acceptance.is_scored(workload, verifiers):
+        how = f"{options.tree_nodes} with drafter={options.drafter!r}, verifier={verifiers[0]!r}"
+        needed = "none: trees need a drafter and a verifier whose acceptance can be scored"
+        raise unsupported("tree_nodes", how, needed)
     accepted = acceptance.measure_acceptance(workload, verifiers, gammas[-1])
     choices = [Choice(0, verifiers[0])] + [Choice(g, name) for name in verifiers for g in gammas]
     widths = sorted({1, *options.tree_nodes}) if accepted.hit_rate and options.tree_nodes else []

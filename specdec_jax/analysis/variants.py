@@ -145,6 +145,11 @@ class Variant:
         """Seconds per token of each pass."""
         return np.array(self.seconds) / max(self.tokens, 1)
 
+    @property
+    def has_rate(self) -> bool:
+        """Whether its tokens have an acceptance rate: those verified as a whole have none."""
+        return any(result.stats.acceptance_rate is not None for result in self.results)
+
     def record(self) -> dict[str, Any]:
         """Returns the seconds and tokens as records have them."""
         seconds, compiling = timing.summarize(self.seconds), self.compile_seconds

@@ -117,18 +117,19 @@ def describe_tokens(
     inputs: int,
     options: Mapping[str, Any],
     near_ties: bool | None = None,
+    plain: str = "plain decoding",
 ) -> str:
-    """Describes whether the tokens are plain decoding's.
+    """Describes whether the tokens are those of the baseline, whose name is `plain`.
 
     For each way of drafting, `differing` of the inputs have other tokens; it is None where samples,
     which differ, were not compared. `near_ties` says whether all differences are, if it is known.
     """
     most = max((count for count in differing if count is not None), default=None)
     if most == 0:
-        return f"tokens are equal to plain decoding's for all {inputs} inputs"
+        return f"tokens are equal to {plain}'s for all {inputs} inputs"
     if most is not None:
         kind = {True: ", all near-ties", False: ", not all of them near-ties", None: ""}[near_ties]
-        return f"tokens differ from plain decoding's for {most} of {inputs} inputs{kind}"
+        return f"tokens differ from {plain}'s for {most} of {inputs} inputs{kind}"
     if options.get("synthetic_alpha"):
         return "acceptance is synthetic: outputs mean nothing"
     if options["verifier"] in LOSSY:

@@ -20,7 +20,7 @@ from specdec_jax.commands import generation_flags
 from specdec_jax.commands.errors import CheckFailed
 from specdec_jax.commands.measure import INPUT_FILE_HELP
 from specdec_jax.commands.options import DecodingOptions, check_at_least
-from specdec_jax.commands.sentences import load_sentences
+from specdec_jax.commands.sentences import check_any_text, check_input_file, load_sentences
 from specdec_jax.decoding.checks import UnsupportedCombination, unsupported
 from specdec_jax.decoding.search_options import LEVELS, BeamOptions
 from specdec_jax.drafters.named import needs_no_model
@@ -137,6 +137,7 @@ class BenchmarkOptions(generation_flags.SearchFlags, DecodingOptions):
             check_at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always timed
             self.gamma_of(gamma)
         check_at_least(1, batch_size=self.batch_size, repeats=self.repeats)
+        check_input_file(self.input_file)
         check_at_least(1, input_length=self.preset_length)
         check_at_least(0, limit=self.limit)
         if self.preset and self.preset_length > self.max_input_length:
@@ -271,6 +272,7 @@ def load(options: BenchmarkOptions, target: LanguageModel | None = None) -> Work
         return _read_preset(options, target)
     sentences = load_sentences(options.input_file, options.limit)
     target, drafter = options.load(target)
+    check_any_text(target, sentences)
     batches = analysis_variants.make_batches(target, sentences, options)
     return Workload(target, drafter, batches, options)
 

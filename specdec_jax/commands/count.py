@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands.options import check_at_least
+from specdec_jax.decoding.checks import unsupported
 from specdec_jax.drafters.named import NGRAMS, SORTED
 from specdec_jax.drafters.ngram import NGramDrafter
 from specdec_jax.drafters.suffix import SuffixDrafter
@@ -59,6 +60,10 @@ class CountOptions:
             expected = f"the name of a file that ends in {end}"
             raise ValueError(f"output: got {self.output!r}, expected {expected}")
         check_at_least(1, order=self.order, continuations=self.continuations)
+        for name in ("order", "continuations", "sampled") if self.suffix else ():
+            got, default = getattr(self, name), getattr(CountOptions, name)
+            if got != default:
+                raise unsupported(name, f"{got} with suffix", f"{default}: texts are not counted")
         check_output(self.output)
 
 

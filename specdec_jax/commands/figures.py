@@ -24,11 +24,14 @@ class FiguresOptions:
         check_page("output", self.output)
 
 
-def check_page(name: str, path: str) -> None:
-    """Raises ValueError if `path`, of the option `name`, is no HTML file in an existing folder."""
+def check_page(name: str, path: str, source: str | None = None) -> None:
+    """Raises ValueError if `path`, of the option `name`, is no HTML file in an existing folder.
+
+    It is also raised for the path of the input, `source`.
+    """
     if not path.endswith(".html"):
         raise ValueError(f"{name}: got {path!r}, expected the name of a file that ends in .html")
-    check_output(path, name)
+    check_output(path, name, source)
 
 
 def run(options: FiguresOptions) -> None:

@@ -23,7 +23,7 @@ from specdec_jax.commands.generation_flags import GenerationFlags, check_one_val
 from specdec_jax.commands.options import ModelOptions, check_at_least
 from specdec_jax.commands.output_lines import Sentences, join_lines, to_json
 from specdec_jax.commands.resumable_output import Journal
-from specdec_jax.commands.sentences import read_sentences
+from specdec_jax.commands.sentences import check_input_file, read_sentences
 from specdec_jax.decoding import autotune, checks, continuous_batching
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.config_files import to_plain
@@ -134,6 +134,7 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         self._check_learn()
         check_beside_tree(config.tree, config.verifier)
         check_at_least(1, batch_size=self.rows)
+        check_input_file(self.input_file)
         check_texts("stop", checks.check_stop(config.stop, config.deadline))
         check_output(self.output_file, "output_file", self.input_file)
         if self.output_file and self.output_file.endswith(".gz"):
@@ -180,6 +181,9 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         check_beam_options(**{name: getattr(config, name) for name in BEAM_FIELDS})
         if config.num_beams is None:
             return
+        if config.beam_width is not None and not self.drafter:
+            got = f"{config.beam_width} for plain beam search"
+            raise checks.unsupported("beam_width", got, "a drafter")
         if self.stream:
             raise UnsupportedCombination("stream: got True with num_beams, expected none")
         check_greedy(self.sampling().mode, self.sampling().temperature)

@@ -11,6 +11,7 @@ import functools
 import gc
 import importlib
 import inspect
+import itertools
 import os
 import re
 import signal
@@ -205,15 +206,26 @@ def _run_command(name: str, command: Command, rest: list[str]) -> int:
     if arguments and not command.arguments:
         raise UsageError(f"specdec {name}: got {arguments[0]!r}, expected flags only")
     given = _read_given(cls, fields, values)
+    gin_files = [
+        path
+        for name in itertools.product(values.gin_search_paths, values.gin_file)
+        if (path := places.join(*name)).is_file()
+    ]
+    # With nothing else, a file of settings may repeat the run that wrote it: it stays as it is.
+    repeats = len(values.gin_file) == 1 and not (given or bindings)
+    read = {"gin_file": [] if repeats else gin_files}
     with use_package_settings():
         if name == "generate" and "config" in given:  # the file counts before gin, as flags do
+            read["config"] = [places.make_path(os.path.expanduser(given["config"]))]
             file = GenerationConfig.load(os.path.expanduser(given["config"]))
             given = generation_flags.unset_flags(file) | given | {"config": file}
         options = paths.expand_options(_make_options(name, cls, given, values, bindings))
         settings = _describe_options(options, given if values.gin_file or bindings else None)
+        paths.check_written(options, read)
         keep_programs(values.compilation_cache_dir)
         try:
-            problem = _run_recorded(run, options, settings, [arguments] * bool(command.arguments))
+            more = [arguments] * bool(command.arguments)
+            problem = _run_recorded(run, options, settings, more, gin_files)
         except NonFiniteLogitsError as error:  # commands number sentences from 1, as a file's lines
             raise ValueError(f"sentence {error.input + 1}: {error.reason}") from error
     if isinstance(problem, str):
@@ -221,7 +233,13 @@ def _run_command(name: str, command: Command, rest: list[str]) -> int:
     return 0
 
 
-def _run_recorded(run: Callable, options: Any, settings: str, arguments: list[list[str]]) -> Any:
+def _run_recorded(
+    run: Callable,
+    options: Any,
+    settings: str,
+    arguments: list[list[str]],
+    gin_files: Sequence[places.AnyPath],
+) -> Any:
     """Runs a command, and writes its settings beside its output; returns what it returns."""
     resumes = "on_start" in inspect.signature(run).parameters
     on_start = {}
@@ -234,7 +252,7 @@ def _run_recorded(run: Callable, options: Any, settings: str, arguments: list[li
         print(f"{file}: this file is there and will be replaced", file=sys.stderr)
     problem = run(options, *arguments, **on_start)
     if not hasattr(options, "output_dir"):  # a training run's were recorded when it began
-        paths.record(options, settings)
+        paths.record(options, settings, kept=gin_files)
     return problem
 
 

@@ -11,7 +11,7 @@ from specdec_jax.analysis.report.summaries import measure_summary
 from specdec_jax.analysis.variants import Workload
 from specdec_jax.commands.generation_flags import check_gamma
 from specdec_jax.commands.options import DecodingOptions, check_at_least
-from specdec_jax.commands.sentences import load_sentences
+from specdec_jax.commands.sentences import check_any_text, check_input_file, load_sentences
 from specdec_jax.decoding.checks import UnsupportedCombination, unsupported
 from specdec_jax.files.writing import check_output
 from specdec_jax.models.arguments import document_fields, make_option
@@ -54,6 +54,7 @@ class MeasureOptions(DecodingOptions):
 
     def check(self) -> None:
         check_measured(self, self.batch_size, self.repeats, self.limit)
+        check_input_file(self.input_file)
         check_gamma(self.gamma_max)
         check_at_least(1, gamma_max=self.gamma_max)
         for width in self.widths:
@@ -93,6 +94,7 @@ def run(options: MeasureOptions) -> None:
     options.check()
     sentences = load_sentences(options.input_file, options.limit)
     target, drafter = options.load()
+    check_any_text(target, sentences)
     batches = analysis_variants.make_batches(target, sentences, options)
     record = measure(Workload(target, drafter, batches, options))
     text = json.dumps(record, indent=1)

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 
 from specdec_jax.checkpoints import loader
 from specdec_jax.files import places
+from specdec_jax.files.reading import mismatch_error
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import is_decoder_only
 from specdec_jax.tokenizers.vocabularies import check_texts
 from specdec_jax.training import text_files
 
@@ -46,6 +49,18 @@ def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str
             f"got no lines from {input_file or 'standard input'}, expected at least one sentence"
         )
     return sentences
+
+
+def check_input_file(path: str | None) -> None:
+    """Raises ValueError for an empty name, which would count as none."""
+    if path == "":
+        raise mismatch_error("input_file", "an empty name", "a file, or not to be given")
+
+
+def check_any_text(target: LanguageModel, sentences: Sequence[str]) -> None:
+    """Raises ValueError where no sentence has any text: an encoder's empty input is not decoded."""
+    if not is_decoder_only(target) and not any(text.strip() for text in sentences):
+        raise mismatch_error("input_file", "no sentence with any text", "at least one")
 
 
 def load_sentences(input_file: str | None, limit: int) -> list[str]:

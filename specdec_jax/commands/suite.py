@@ -21,7 +21,6 @@ from specdec_jax.commands import figures
 from specdec_jax.commands.benchmark import BenchmarkOptions, make_others
 from specdec_jax.commands.errors import CheckFailed
 from specdec_jax.commands.resumable_output import Journal
-from specdec_jax.files import places
 from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import check_output, is_pass_through, write_file
@@ -87,7 +86,7 @@ def _check(options: BenchmarkOptions) -> None:
     suite = f"suite={options.suite!r}"
     if not options.output:
         raise ValueError(f"output: got nothing with {suite}, expected the file of its records")
-    check_output(options.output)
+    check_output(options.output, source=options.input_file)
     if is_pass_through(options.output):
         raise ValueError(
             f"output: got {options.output!r}, expected a regular file: its records are read again"
@@ -95,10 +94,7 @@ def _check(options: BenchmarkOptions) -> None:
     if options.plot:
         raise mismatch_error("plot", f"{options.plot!r} with {suite}", "--report for its figures")
     if options.report:
-        figures.check_page("report", options.report)
-        page, output = (places.make_path(path) for path in (options.report, options.output))
-        if page.absolute() == output.absolute():
-            raise ValueError(f"report: got {options.report!r}, expected another file than output")
+        figures.check_page("report", options.report, options.input_file)
     if not (_model_names(options.drafter) or _model_names(options.drafter_preset)):
         raise ValueError(f"drafter: got nothing with {suite}, expected one or several")
     if options.preset and not options.synthetic_alpha:

@@ -19,12 +19,10 @@ from specdec_jax.commands.generation_flags import (
 )
 from specdec_jax.commands.measure import INPUT_FILE_HELP, check_measured
 from specdec_jax.commands.options import DecodingOptions, check_at_least
-from specdec_jax.commands.sentences import load_sentences
-from specdec_jax.files.reading import mismatch_error
+from specdec_jax.commands.sentences import check_any_text, check_input_file, load_sentences
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models import arguments
 from specdec_jax.models.arguments import document_fields, make_option
-from specdec_jax.models.network import is_decoder_only
 from specdec_jax.speculative.trees import MAX_NODES
 from specdec_jax.speculative.verifiers import LOSSY
 
@@ -73,6 +71,7 @@ class TuneOptions(SearchFlags, DecodingOptions):
             self, temperature=0.0, verifier="block", choose_verifier=True, tree_nodes=()
         )
         check_measured(self, self.batch_size, self.repeats, self.limit)
+        check_input_file(self.input_file)
         for gamma in self.gamma:
             check_gamma(gamma)
             check_at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always among the choices
@@ -108,8 +107,7 @@ def run(options: TuneOptions) -> None:
         lines = f"the {len(rest)} lines after the first {len(sample)}"
         raise ValueError(f"sweep: got {options.sweep}, expected at most {lines}")
     target, drafter = options.load()
-    if not is_decoder_only(target) and not any(text.strip() for text in sample):
-        raise mismatch_error("input_file", "no sentence with any text to tune on", "at least one")
+    check_any_text(target, sample)
     batches, others = (
         analysis_variants.make_batches(target, lines, options) if lines else []
         for lines in (sample, rest)

@@ -59,9 +59,6 @@ class ParallelDrafter(NetworkDrafter):
     def encoders(self) -> tuple[Network, ...]:
         return (self.network,)
 
-    def steps(self) -> dict[str, Network]:
-        return {"draft step": self.network}
-
     def identity(self) -> tuple[list[Any], Any]:
         return [self.model.contents, self.mask_token], None
 

@@ -477,12 +477,14 @@ def choose_block(path: AnyPath, size: int) -> int | None:
     return max(_LEAST_BYTES, min(_BLOCK_BYTES, size // 8))
 
 
-def is_same(path: str, other: str) -> bool:
-    """Returns whether both paths exist and are the same file."""
+def is_same(path: str | os.PathLike, other: str | os.PathLike) -> bool:
+    """Returns whether both paths are the same file, or would be if it were there."""
     places = make_path(path), make_path(other)
     if any(isinstance(place, RemotePath) for place in places):
         return places[0] == places[1]
-    return all(map(os.path.exists, places)) and os.path.samefile(*places)
+    if all(map(os.path.exists, places)):
+        return os.path.samefile(*places)
+    return os.path.realpath(places[0]) == os.path.realpath(places[1])
 
 
 @contextlib.contextmanager

@@ -150,7 +150,8 @@ class Drafter:
     def steps(self) -> Mapping[str, Network]:
         """Returns the networks of which one step is timed to measure what drafting costs, by name.
 
-        "draft step" is the drafter's; others are variants to compare with.
+        "draft step" is the drafter's, of which γ tokens take γ; others are variants to compare
+        with. A drafter of several tokens a call has none.
         """
         return {}
 

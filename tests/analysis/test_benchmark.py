@@ -263,6 +263,20 @@ def test_every_drafter_with_a_model_of_its_own_has_a_timed_encoder():
         assert list(variants) == ["target encoder 4", "target encoder 5"]
 
 
+def test_one_call_for_all_tokens_is_no_draft_step(batches, options):
+    """Of γ draft steps it would be predicted to cost γ times as much as it does."""
+    target, drafter = tiny_t5(0, 16), sd.ParallelDrafter(tiny_t5(1, 16))
+    names = timing.step_variants(target, drafter, [4], timing.CallShape(1, 4, 12), [2], [2])
+    assert not [name for name in names if name.startswith("draft ")]
+    workload = Workload(target, drafter, batches, options)
+    record, _ = analysis_benchmark.benchmark(workload, {})
+    assert record["cost_ratio"] is None and record["drafter"]["name"] == drafter.name
+    for variant in record["speculative"]:
+        assert variant["stats"]["draft_calls"] <= variant["stats"]["target_calls"]
+        assert variant["predicted"] is None and variant["shares"] is None
+    summaries.benchmark_summary(record)
+
+
 def test_calls_without_a_draft_cost_a_step():
     """Prompt lookup often finds nothing: the call is then over one position."""
     work = [

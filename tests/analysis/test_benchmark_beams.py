@@ -127,6 +127,7 @@ def test_summary_shows_the_record(measured):
     )
     assert lines["gamma 2, width 40"].endswith("3 of 3") and lines["t5x"].endswith("3 of 3")
     assert f"{1 / record['against']['improvement']['plain']['median']:.3f} (" in lines["t5x"]
+    assert "\ntokens are equal to plain beam search's for all 3 inputs\n" in text
     assert f"makes {record['plain']['stats']['target_calls']} calls of the target" in text
 
 

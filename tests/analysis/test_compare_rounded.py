@@ -167,6 +167,16 @@ def test_a_missing_file_is_rejected(run):
 
 
 @pytest.mark.parametrize(
+    ("output", "message"),
+    [("nowhere/x.json", "expected a file in a folder that exists"), ("text", "which is the input")],
+)
+def test_an_output_that_cannot_be_written_is_rejected(run, tmp_path, output, message):
+    (tmp_path / "text").write_text("A house.\n", encoding="utf-8")
+    with pytest.raises(app.UsageError, match=f"output: got .*{message}"):
+        run("--target=x", f"--input_file={tmp_path / 'text'}", f"--output={tmp_path / output}")
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [("", "got no lines"), ("A house.\tEin Haus.\n\n", "got 1 references for 2 lines")],
 )

@@ -603,3 +603,12 @@ def test_what_is_written_is_checked_and_kept(tmp_path):
     with pytest.raises(ValueError, match=r"^calls.0.input: got 3, expected a valid string$"):
         records.write_record(path, wrong)
     assert json.loads((tmp_path / "record.json").read_text()) == wrong
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_lines_of_a_suite_end_in_any_way(tmp_path, end):
+    path = tmp_path / "suite.jsonl"
+    path.write_bytes("".join(json.dumps(one) + end for one in (BENCHMARK, MEASURE)).encode())
+    assert records.read_records(str(path)) == [parse(BENCHMARK), parse(MEASURE)]
+    path.write_bytes(json.dumps(MEASURE, indent=1).replace("\n", end).encode())
+    assert records.read_records(str(path)) == [parse(MEASURE)]

@@ -36,6 +36,17 @@ def sentences(tmp_path):
     return tmp_path / "sentences.txt"
 
 
+def test_columns_are_as_wide_as_their_heads():
+    """The head of a verifier with a long name, such as "rejection gain", has space before it."""
+    row = dict(gamma=1, tokens=None, theorem_3_8=None, verify_cost=1.25, with_verify_cost=None)
+    found = dict(tokens=1.5, with_verify_cost=1.125, with_lengths=1.25)
+    table = [row | {"timed": True, "by_position": {"rejection": found}}]
+    record = {"acceptance": {"by_position": {"rejection": []}}, "table": table}
+    head, line = summaries._table_rows(record)
+    assert head.endswith("  rejection  rejection gain  rejection whole")
+    assert len(line) == len(head) and line.split()[-3:] == ["1.500", "1.125", "1.250"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["DRAFTER", "lookup"])
 def test_command(specdec, sentences, tmp_path, drafter):

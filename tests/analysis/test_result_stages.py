@@ -4,23 +4,29 @@ import gzip
 import importlib.util
 import sys
 
+import numpy as np
 import pytest
 from toy_models import tiny_t5
 
+from specdec_jax.decoding.continuous_batching import decode_all
 from specdec_jax.decoding.generate import generate
+from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_jax.models.padding import bucket_length
+from specdec_jax.speculative.sampling import SamplingConfig
 from tools.accelerator_figures import ReportSetup
 from tools.results import (
+    cases,
     copying,
     elsewhere,
     encoders,
     loading,
     rounding_stages,
     shapes,
+    templates,
     whole_files,
 )
-from tools.results.cases import format_speed, load_target, time_cases
+from tools.results.cases import Case, format_speed, load_target, time_cases
 from tools.results.shortfalls import list_shortfalls
 from tools.results.stage import Settings, Skipped
 from tools.results.stages import STAGES
@@ -44,6 +50,26 @@ def test_an_output_is_forced_and_a_copying_drafter_sees_it():
     assert rows["plain"]["alpha"] is None and rows["plain"]["tokens_per_call"] == 1
     assert rows["lookup"]["differing"] == 0 and rows["lookup"]["tokens_per_call"] > 1.5
     assert "2 sentences" in format_speed(rows["plain"])
+
+
+def test_a_draft_that_is_verified_as_a_whole_has_no_alpha():
+    model, drafter = tiny_t5(0), ModelDrafter(tiny_t5(1))
+    sampling = SamplingConfig(temperature=1.0)
+    ways = {"plain": Case("none", None, {"sampling": sampling})} | {
+        name: cases.drafts(2, drafter=lambda: drafter, sampling=sampling, verifier=name)
+        for name in ("token", "block")
+    }
+    rows = time_cases(ways, [[5, 9, 7, 1]], 1, lambda form: model, new_tokens=8)
+    assert [rows[name]["alpha"] is None for name in ways] == [True, False, True]
+    row = rows["block"] | {"tokens_per_call": 1.5}
+    assert "α" not in format_speed(row) and ", 1.50 tokens a call, " in format_speed(row)
+    assert cases.format_brief(row).endswith("; 1.50")
+    options = {"sampling": sampling, "generation_config": None, "max_new_tokens": 8, "gamma": 2}
+    for verifier, rated in ("token", True), ("block", False):
+        how = options | {"drafter": drafter, "verifier": verifier}
+        outputs = list(decode_all(model, [[5, 9, 7, 1]], batch_size=1, seed=0, **how))
+        found = templates.describe_job(outputs, outputs, np.ones(1), np.ones(1))
+        assert (found["alpha"] is not None) == rated
 
 
 @pytest.mark.parametrize("percent", copying.CHANGED)

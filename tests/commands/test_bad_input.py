@@ -51,8 +51,44 @@ BAD = {
         ["generate", "PAIR", "--tree=widths:2", "--num_beams=2", "hello"],
         "tree: got 'widths:2' with num_beams, expected none",
     ),
+    "width of plain beams": (
+        ["generate", "--target=t", "--num_beams=4", "--beam_width=8", "hello"],
+        "beam_width: got 8 for plain beam search, expected a drafter",
+    ),
     "gamma of the demo": (["demo", "PAIR", "--gamma=-1"], "gamma: got -1, expected"),
     "gamma of the benchmark": (["benchmark", "PAIR", "--gamma=2,-1"], "gamma: got -1, expected"),
+    "no text to time": (
+        ["benchmark", "PAIR", "--input_file=BLANK"],
+        "input_file: got no sentence with any text, expected at least one",
+    ),
+    "no text to measure": (
+        ["measure", "PAIR", "--input_file=BLANK"],
+        "input_file: got no sentence with any text, expected at least one",
+    ),
+    **{
+        f"empty name of a file, {name} {more[0]}": (
+            [name, *more, "--input_file="],
+            "input_file: got an empty name, expected a file, or not to be given",
+        )
+        for name, more in (
+            ("generate", ["--target=t", "hello"]),
+            ("benchmark", ["--target=t"]),
+            ("benchmark", ["--preset=t5_1_1/small", "--synthetic_alpha=1", "--drafter=lookup"]),
+            ("measure", ["--target=t", "--drafter=d"]),
+            ("tune", ["--target=t", "--drafter=d", "--config=tuned.gin"]),
+        )
+    },
+    **{
+        f"{flag[2:]} of sorted texts": (
+            ["count", "--target=t", "--input_file=BLANK", "--suffix", "--output=x.suffix", flag],
+            f"{got} with suffix, expected {default}: texts are not counted",
+        )
+        for flag, got, default in (
+            ("--order=3", "order: got 3", 2),
+            ("--continuations=4", "continuations: got 4", 8),
+            ("--sampled", "sampled: got True", False),
+        )
+    },
     "gammas": (["benchmark", "PAIR", "--gamma=2,x"], "gamma: got '2,x', expected"),
     "temperature": (
         ["generate", "PAIR", "--temperature=-0.5", "hello"],
@@ -150,13 +186,13 @@ BAD = {
 @pytest.mark.parametrize("case", sorted(BAD))
 def test_bad_input(specdec, pair, tmp_path, compilations, case):
     (tmp_path / "empty").touch()
+    (tmp_path / "blank").write_text("\n  \n")
     (tmp_path / "latin1").write_bytes("gut\nschön\n".encode("latin-1"))
     argv, message = BAD[case]
     filled = []
     for argument in argv:
-        argument = argument.replace("EMPTY", str(tmp_path / "empty")).replace(
-            "LATIN1", str(tmp_path / "latin1")
-        )
+        for name in ("empty", "blank", "latin1"):
+            argument = argument.replace(f"={name.upper()}", f"={tmp_path / name}")
         filled += MODELS[:3] if argument == "PAIR" else [argument]
     code, out, err = specdec(*filled)
     assert code == 2 and not out

@@ -9,6 +9,7 @@ import jax
 import pytest
 from absl import flags
 
+import specdec_jax as sd
 from specdec_jax.commands import main, output_lines, paths
 from specdec_jax.commands.generate import GenerateOptions
 from specdec_jax.files.writing import write_file
@@ -191,3 +192,43 @@ def test_a_file_in_the_place_of_a_folder_is_not_reported_as_replaced(tmp_path):
     assert [
         *paths.find_replaced(options(str(tmp_path / "output"), str(tmp_path / "output_dir")))
     ] == [f"{tmp_path}/output"]
+
+
+def test_settings_replace_no_file_that_the_command_line_names(specdec, pair, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    models = command_line.MODELS
+    sd.GenerationConfig(max_new_tokens=3).save("german.gin")
+    write_file("flags.gin", "GenerateOptions.seed = 3\n")
+    write_file("lines.gin", "We\n")
+    (tmp_path / "link.gin").symlink_to("flags.gin")
+    before = {path: path.read_text() for path in tmp_path.glob("*.gin")}
+    for name, argv in {
+        "config": ["--config=german.gin", "--output_file=german", "We"],
+        "gin_file": ["--gin_file=flags.gin", "--output_file=link", "We"],
+        "input_file": ["--input_file=lines.gin", "--output_file=./lines"],
+    }.items():
+        code, out, err = specdec("generate", *models, *argv)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert f".gin, which {name} names too, expected another name" in err
+    for output, message in [
+        ("tuned", "settings go to tuned.gin, which config names too"),
+        ("./tuned.gin", "config: got 'tuned.gin', expected another file than output"),
+    ]:
+        argv = ["tune", *models[:2], "--config=tuned.gin", f"--output={output}"]
+        code, _, err = specdec(*argv)
+        assert code == 2 and err.count("\n") == 1 and message in err
+    assert {path: path.read_text() for path in tmp_path.glob("*.gin")} == before
+
+
+def test_settings_that_repeat_their_run_stay(specdec, pair, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert specdec("generate", *command_line.MODELS, "--output_file=out", "We")[0] == 0
+    first, again = (tmp_path / "out").read_text(), ["generate", "--gin_file=out.gin"]
+    settings = (tmp_path / "out.gin").read_text() + "# mine\n"
+    write_file("out.gin", settings)
+    assert specdec(*again, "We")[0] == 0
+    assert ((tmp_path / "out").read_text(), (tmp_path / "out.gin").read_text()) == (first, settings)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.gin"]
+    code, _, err = specdec(*again, "--seed=5", "We")
+    assert code == 2 and "out.gin, which gin_file names too" in err
+    assert (tmp_path / "out.gin").read_text() == settings

@@ -250,3 +250,14 @@ def test_rejects(specdec, tmp_path, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
     code, _, err = specdec(*flags)
     assert code == 2 and message in err and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["output", "report"])
+def test_the_input_file_is_not_replaced(specdec, tmp_path, name):
+    source = tmp_path / "texts.html"
+    source.write_text("Good morning.\n", encoding="utf-8")
+    files = {"output": tmp_path / "r.jsonl", "report": tmp_path / "r.html"} | {name: source}
+    flags = ["--suite=paper", "--target=t", "--drafter=d", f"--input_file={source}"]
+    code, _, err = specdec(*flags, *(f"--{option}={path}" for option, path in files.items()))
+    assert code == 2 and f"{name}: got '{source}', which is the input, expected another" in err
+    assert source.read_text(encoding="utf-8") == "Good morning.\n"

@@ -405,25 +405,6 @@ def test_command_with_trees(specdec, tmp_path, sentences, monkeypatch, temperatu
 
 
 @pytest.mark.slow
-def test_no_trees_where_acceptance_is_counted(specdec, tmp_path, sentences):
-    files = [
-        "--input_file",
-        sentences,
-        "--config",
-        tmp_path / "tuned.gin",
-        "--output",
-        tmp_path / "record.json",
-    ]
-    code, _, err = specdec(
-        "tune", *FLAGS, "--drafter=random", "--gamma=1", "--tree_nodes=4", *files
-    )
-    assert (code, err) == (0, "")
-    record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
-    assert [item["tree"] for item in record["choices"]] == [None, None]
-    assert not [name for name in record["steps"] if name.startswith("call over")]
-
-
-@pytest.mark.slow
 def test_command_with_beams(specdec, tmp_path, sentences):
     """Times every tree and beam search; its file gives the search's outputs."""
     config, search = tmp_path / "tuned.gin", ["--num_beams=2", "--length_penalty=1.5"]
@@ -538,6 +519,14 @@ def test_a_free_perfect_drafter_of_many_tokens_is_expected_to_be_best():
         (["--limit=1", "--input_file=BLANK"], "input_file: got no sentence with any text"),
         (["--repeats=0"], "repeats: got 0, expected at least 1"),
         (["--tree_nodes=8,2"], "tree_nodes: got 2, expected an integer from 3 to 257"),
+        (
+            ["--drafter=random", "--tree_nodes=4"],
+            "tree_nodes: got (4,) with drafter='random', verifier='block', expected none",
+        ),
+        (
+            ["--verifier=gumbel", "--temperature=1", "--tree_nodes=4"],
+            "tree_nodes: got (4,) with drafter='",
+        ),
         (["--num_beams=2", "--tree_nodes=8"], "tree_nodes: got (8,) with num_beams, expected none"),
         (["--beam_width=4"], "beam_width: got 4 without num_beams"),
         (["--num_beams=2", "--beam_width=1"], "beam_width: got 1, expected an integer from 2"),

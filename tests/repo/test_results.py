@@ -6,6 +6,8 @@ import sys
 
 import pages
 import pytest
+from absl import app
+from absl.flags import FLAGS
 
 pages.require_checkout()
 GAIN = {"median": 2.5, "least": 2.0, "most": 3.0}
@@ -61,6 +63,20 @@ def test_a_row_is_a_case_and_a_column_is_a_machine(results):
         "| speculative | 2.50 (2.00 to 3.00), α 0.75, 3.25 tokens a call, 1.60 ms a token | - |",
         "| more | - | 1.00 (1.00 to 1.00), 4.00 ms a token, 9 sentences |",
     ]
+
+
+def test_rows_whose_drafts_are_verified_as_a_whole_have_no_alpha(results):
+    rows = RECORD["stages"]["pair"]["rows"]["ende"]
+    cases = "plain", "chain, γ = 4", "tree of widths 3, 2, 1", "dynamic tree of 16 nodes"
+    found = dict.fromkeys(cases, rows["speculative"]) | {"plain": rows["plain, float32"]}
+    stages = {"trees": {"rows": {"ende T=0": found, "ende T=1": found}}}
+    for text, rated in ("ende T=0", cases[1:]), ("ende T=1", cases[3:]):
+        _, _, plain, *drafted = results.make_table(
+            f"trees {text}", [RECORD | {"stages": stages}]
+        ).splitlines()
+        assert "α" not in plain and "a call" not in plain
+        for case, line in zip(cases[1:], drafted, strict=True):
+            assert (", α 0.75, " in line) == (case in rated) and ", 3.25 tokens a call" in line
 
 
 def test_a_table_of_all_texts_has_a_column_for_each(results):
@@ -123,6 +139,14 @@ def test_a_run_leaves_out_what_one_machine_has_measured_for_all(results, monkeyp
         monkeypatch.setattr(results, "read_records", lambda found=found: [{"stages": found}])
         assert results.choose_stages(quick=False) == full_run
         assert results.choose_stages(quick=True) == quick_run
+
+
+@pytest.mark.parametrize("data", ["", "no/such/folder", __file__])
+def test_data_is_a_folder(results, data):
+    FLAGS.unparse_flags()
+    FLAGS(["results", f"--data={data}", "--render"])
+    with pytest.raises(app.UsageError, match="data: got '.*', expected a folder"):
+        results.main([])
 
 
 def test_a_stage_that_was_not_measured_says_why(results):

@@ -134,7 +134,7 @@ def describe_run(run: Variant, base: Variant) -> Row:
     return {
         "ms_per_token": 1e3 * float(np.median(run.seconds_per_token)),
         "improvement": summarize(base.seconds_per_token / run.seconds_per_token),
-        "alpha": run.total("accepted") / examined if examined else None,
+        "alpha": run.total("accepted") / examined if run.has_rate else None,
         "tokens_per_call": run.tokens / max(calls, 1),
         "differing": variants.count_differing(run, base),
         "sentences": len(run.results),
@@ -146,7 +146,9 @@ def format_speed(row: Row) -> str:
     gain = row["improvement"]
     text = format_ratio(row)
     if row["alpha"] is not None:
-        text += f", α {row['alpha']:.2f}, {row['tokens_per_call']:.2f} tokens a call"
+        text += f", α {row['alpha']:.2f}"
+    if _drafts(row):
+        text += f", {row['tokens_per_call']:.2f} tokens a call"
     text += f", {row['ms_per_token']:.2f} ms a token"
     return text + f", {row['sentences']} sentences" * (gain["least"] == gain["most"] == 1)
 
@@ -155,8 +157,15 @@ def format_brief(row: Row) -> str:
     """Returns the improvement; α and tokens per target call if it drafts."""
     text = f"{row['improvement']['median']:.2f}"
     if row["alpha"] is not None:
-        text += f"; α {row['alpha']:.2f}; {row['tokens_per_call']:.2f}"
+        text += f"; α {row['alpha']:.2f}"
+    if _drafts(row):
+        text += f"; {row['tokens_per_call']:.2f}"
     return text
+
+
+def _drafts(row: Row) -> bool:
+    """Returns whether a row drafts, with an acceptance rate or without."""
+    return row["alpha"] is not None or row["tokens_per_call"] > 1
 
 
 def format_ratio(row: Row) -> str:

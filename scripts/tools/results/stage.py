@@ -1,5 +1,6 @@
 """What a stage of `results.py` is, and the settings of a run."""
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,6 +46,8 @@ class Stage(NamedTuple):
       timed: whether the figures depend on what else the machine does.
       once: whether one machine is enough: a run leaves the stage out if any record has it.
       accelerator: whether it is measured on accelerators, not on processors.
+      unrated: pattern of `TEXT, CASE` of the rows without an acceptance rate, because their drafts
+        are verified as a whole: older records have a number there.
     """
 
     title: str
@@ -55,3 +58,8 @@ class Stage(NamedTuple):
     timed: bool = True
     once: bool = False
     accelerator: bool = False
+    unrated: str = "(?!)"
+
+    def drop_alpha(self, text: str, case: str, row: Row) -> Row:
+        """Returns a recorded row, without α if it has none."""
+        return row | {"alpha": None} if re.match(self.unrated, f"{text}, {case}") else row

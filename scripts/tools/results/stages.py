@@ -50,7 +50,13 @@ STAGES: dict[str, Stage] = {
         learning.format_learning,
         once=True,
     ),
-    "trees": Stage(_OVER_PLAIN, (3, 0.4), pair.measure_trees, format_speed),
+    "trees": Stage(
+        _OVER_PLAIN,
+        (3, 0.4),
+        pair.measure_trees,
+        format_speed,
+        unrated=".* T=1, (chain|tree of widths)",
+    ),
     "beams": Stage(
         "one sentence at a time, over plain beams", (1.5, 0.5), pair.measure_beams, format_speed
     ),

@@ -133,6 +133,7 @@ def describe_job(outputs: list, plain: list, seconds: np.ndarray, base: np.ndarr
     """Returns the row of a way of decoding a job."""
     stats = [one.stats for one in outputs]
     examined = sum(int(one.examined_by_position.sum()) for one in stats)
+    rated = any(one.acceptance_rate is not None for one in stats)
     accepted, calls = (
         sum(getattr(one, name) for one in stats) for name in ("accepted", "target_calls")
     )
@@ -140,7 +141,7 @@ def describe_job(outputs: list, plain: list, seconds: np.ndarray, base: np.ndarr
     return {
         "ms_per_token": 1e3 * float(np.median(seconds)) / tokens,
         "improvement": summarize(base / seconds),
-        "alpha": accepted / examined if examined else None,
+        "alpha": accepted / examined if rated else None,
         "tokens_per_call": tokens / calls,
         "differing": count_differing([o.tokens for o in outputs], [p.tokens for p in plain]),
         "sentences": len(outputs),

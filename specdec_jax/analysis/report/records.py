@@ -525,7 +525,8 @@ def read_records(path: str) -> list[Record]:
     """
     text = reading.read_text(path, _MOST_BYTES)
     # A suite's file begins with a whole record, the others are written over many lines.
-    lines = text.splitlines() if text.partition("\n")[0].endswith("}") else [text]
+    first = text.partition("\n")[0].rstrip()  # a line may end in CR LF
+    lines = text.splitlines() if first.endswith("}") else [text]
     names = [f"{path}: line {number}" for number in range(1, len(lines) + 1)]
     names = names if len(lines) > 1 else [path]
     records = []

@@ -108,7 +108,10 @@ def _table_rows(record: Mapping[str, Any]) -> list[str]:
         cells = ["-" if value is None else f"{value:.3f}" for value in values]
         cells[2] += " " if row["timed"] else "~"
         rows.append([row["gamma"], *cells])
-    return ["".join(f"{cell:>12}" for cell in row) for row in rows]
+    widths = [max(12, len(head) + 2) for head in rows[0]]
+    return [
+        "".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows
+    ]
 
 
 # Whether drafting pays.
@@ -166,8 +169,9 @@ def _beam_verdict(record: Mapping[str, Any]) -> list[str]:
         differing = [len(variant["differences"]) for variant in searches]
         near_ties = _are_near_ties(searches)
     advice = "a drafter that costs less, or fewer levels (--gamma)"
-    best = describe_best(record["verdict"], options["repeats"], advice, "plain beam search")
-    return [*best, describe_tokens(differing, record["sentences"], options, near_ties)]
+    plain, sentences = "plain beam search", record["sentences"]
+    best = describe_best(record["verdict"], options["repeats"], advice, plain)
+    return [*best, describe_tokens(differing, sentences, options, near_ties, plain)]
 
 
 def _are_near_ties(variants: Sequence[Mapping[str, Any]]) -> bool:
