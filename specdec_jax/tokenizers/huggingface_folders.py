@@ -11,6 +11,7 @@ from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.tokenizers import checks, piece_folders, vocabularies
 from specdec_jax.tokenizers.folder_options import (
     added_tokens,
+    describe_added,
     first_given,
     named_token,
     read_flag,
@@ -66,7 +67,11 @@ def open_folder(
         token = special_token(folder, options, "eos_token") or defaults["eos_token"]
         around, file = _special_tokens_around(folder, options, kind), folder / "tokenizer.json"
         vocabulary = vocabularies.TokenizerJsonVocabulary.load(
-            file, eos_token=token, stop_ids=stop_ids, around=around
+            file,
+            eos_token=token,
+            stop_ids=stop_ids,
+            around=around,
+            added=describe_added(folder, options),
         )
         # Neither the file nor its class names tokens.
         if vocabulary.frame is None and kind not in ("", *_T5):

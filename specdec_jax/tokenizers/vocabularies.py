@@ -399,6 +399,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         eos_token: str = "</s>",
         stop_ids: tuple[int, ...] = (),
         around: tuple[Sequence[str], Sequence[str]] | None = None,
+        added: Sequence[dict[str, Any]] = (),
     ):
         """Reads a tokenizer, and looks for the EOS id unless `eos_ids` are given.
 
@@ -410,10 +411,11 @@ class TokenizerJsonVocabulary(Vocabulary):
           stop_ids: ids at which the model stops, which the tokenizer need not have.
           around: tokens before and after a text, as the tokenizer's other files give them; None:
             the file's own.
+          added: tokens that the tokenizer's other files add, as `describe_added` returns them.
 
         Raises:
-          ValueError: `text` is no tokenizer, what it puts around a text is no frame, or no
-            end-of-sequence token is found.
+          ValueError: `text` is no tokenizer, what it puts around a text is no frame, an added token
+            has another id than the next, or no end-of-sequence token is found.
         """
         import tokenizers
 
@@ -428,6 +430,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         # A saved tokenizer may carry the truncation and padding of the program that saved it.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._add_tokens(content, added)
         self._tokenizer.post_processor = None  # it is read, not run: for some contents it panics
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._check_encodes()
@@ -453,11 +456,30 @@ class TokenizerJsonVocabulary(Vocabulary):
         self.pad_id = self._tokenizer.token_to_id("<pad>")
         # Further EOS ids may be ordinary tokens, such as a full stop.
         self._dropped = {i for i in (self.eos_ids[0], self.pad_id) if i is not None}
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._no_text = {i for i, token in added.items() if token.special} | self._dropped
+        self._no_text = {*self.special_pieces().values(), *self._dropped}
         runs = "ByteFallback" in json.dumps(content.get("decoder"))
         pieces = [f"<0x{byte:02X}>" for byte in range(256 if runs else 0)]
         self._bytes = frozenset(map(self._tokenizer.token_to_id, pieces))
+
+    def _add_tokens(self, content: dict, added: Sequence[dict[str, Any]]) -> None:
+        """Adds tokens as transformers does, behind all ids, and writes them into `text`."""
+        import tokenizers
+
+        known = _read_added(self._tokenizer)
+        texts = {token["content"] for token in known}
+        for token in added:
+            text, i = token["content"], token["id"]
+            if text in texts and not token["replaces"]:
+                continue
+            is_new = self._tokenizer.token_to_id(text) is None
+            flags = {name: token[name] for name in token if name not in ("id", "replaces")}
+            self._tokenizer.add_tokens([tokenizers.AddedToken(**flags)])
+            found = self._tokenizer.token_to_id(text)
+            if is_new and i not in (None, found):
+                got = f"the added token {quote_value(text)} with id {i}"
+                raise ValueError(f"got {got}, expected {found}, the next id")
+        if (tokens := _read_added(self._tokenizer)) != known:
+            self.text = json.dumps(content | {"added_tokens": tokens}, ensure_ascii=False)
 
     def special_pieces(self) -> dict[str, int]:
         """Returns the ids of the special tokens that the file adds, by their text."""
@@ -530,3 +552,9 @@ class TokenizerJsonVocabulary(Vocabulary):
         pad = "<pad>" if self.given_pad_id is None else decoder.get(self.given_pad_id)
         names = {"eos_token": eos, "pad_token": str(pad), "unk_token": "<unk>"}
         return {name: added[token] for name, token in names.items() if token in added}
+
+
+def _read_added(tokenizer: Any) -> list[dict[str, Any]]:
+    """Returns the added tokens of a tokenizer, as a tokenizer.json has them."""
+    decoder = tokenizer.get_added_tokens_decoder()
+    return [{"id": i} | token.__getstate__() for i, token in sorted(decoder.items())]

@@ -99,7 +99,15 @@ def test_a_text_is_without_the_tokens_around_it(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["codet5", "codet5 fast", "two before", "t5's class decides", "no processor"]
+    "name",
+    [
+        "codet5",
+        "codet5 fast",
+        "two before",
+        "t5's class decides",
+        "no processor",
+        "json lacks a token of added_tokens_decoder",
+    ],
 )
 @pytest.mark.parametrize("form", ["specdec", "huggingface", "t5x"])
 def test_what_stands_around_a_text_survives_every_format(form, name, tmp_path):
@@ -330,9 +338,19 @@ def test_a_step_of_a_strange_type_is_rejected_in_one_line(tmp_path):
 
 def test_a_token_around_a_text_must_be_in_the_vocabulary(tmp_path):
     with pytest.raises(
-        ValueError, match="got '<cls>' around a text, expected a token of the vocabulary"
+        ValueError, match="got '<s>' around a text, expected a token of the vocabulary"
     ):
-        opened("codet5 fast", tmp_path, tokenizer_config={"cls_token": "<cls>"})
+        opened("no processor", tmp_path, tokenizer_config={"tokenizer_class": "RobertaTokenizer"})
+
+
+def test_an_added_token_with_another_id_than_the_next_is_rejected(tmp_path):
+    with pytest.raises(
+        ValueError, match="json: got the added token '<hl>' with id 299, expected 2"
+    ):
+        opened("codet5 fast", tmp_path, added_tokens={"<hl>": 299})
+    # transformers takes tokenizer.json's id of a token that is there.
+    vocabulary = opened("codet5 fast", tmp_path / "known", added_tokens={"<mask>": 299})
+    assert vocabulary.encode("<mask>") == [4] and vocabulary.size == 296
 
 
 # Vocabularies and logits.

@@ -109,6 +109,18 @@ def test_added_tokens_are_written(name, tmp_path):
     assert_written(vocabulary, tmp_path / "written", CASES[name]["model_type"])
 
 
+def test_a_language_beside_tokenizer_json_is_added(tmp_path):
+    """The ids are those of transformers 5.24."""
+    name, ids = "nllb tokenizer.json", [47, 116, 112, 131, 394, 56, 132, 145, 115, 2]
+    open_vocabulary(name, tmp_path)
+    known = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
+    added = {str(token.pop("id")): token for token in known}
+    added["394"] = known[-1] | {"content": "tyv_Cyrl", "lstrip": False, "normalized": False}
+    for source, first in (("eng_Latn", 237), ("tyv_Cyrl", 394)):
+        vocabulary = open_vocabulary(name, tmp_path, src_lang=source, added_tokens_decoder=added)
+        assert vocabulary.encode_input("Suppe tyv_Cyrl heiss") == [first, *ids]
+
+
 @pytest.mark.parametrize("name", TRANSLATING)
 def test_an_input_without_a_language_is_rejected(name, tmp_path):
     case, vocabulary = CASES[name], open_vocabulary(name, tmp_path)
