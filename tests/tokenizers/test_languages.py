@@ -100,7 +100,7 @@ def test_transformers_reads_what_is_written(name, tmp_path):
         assert [theirs(text_target=line).input_ids for line in LINES] == case["target_ids"]
 
 
-@pytest.mark.parametrize("name", ["m2m_100", "nllb", "pegasus"])
+@pytest.mark.parametrize("name", ["m2m_100", "nllb", "pegasus", "marian", "marian separate"])
 def test_added_tokens_are_written(name, tmp_path):
     size = open_vocabulary(name, tmp_path / "plain").size
     added = {str(size + 1): {"content": "<new>"}, str(size): {"content": "<other>"}}
@@ -119,6 +119,21 @@ def test_a_language_beside_tokenizer_json_is_added(tmp_path):
     for source, first in (("eng_Latn", 237), ("tyv_Cyrl", 394)):
         vocabulary = open_vocabulary(name, tmp_path, src_lang=source, added_tokens_decoder=added)
         assert vocabulary.encode_input("Suppe tyv_Cyrl heiss") == [first, *ids]
+
+
+@pytest.mark.parametrize("listed", [["<sep>"], []])
+def test_marians_added_tokens_are_those_of_transformers(listed, tmp_path):
+    """The ids and the text are those of transformers 5.24."""
+    copy_folder("marian", tmp_path, additional_special_tokens=listed)
+    if not listed:
+        (tmp_path / "added_tokens.json").write_text('{"<sep>": 120}')
+    vocabulary = huggingface_folders.open_folder(tmp_path, (0,))
+    ids = [117, 42, 29, 27, 27, 3, 120, 2, 71, 12, 4, 4]
+    assert vocabulary.encode_input(">>deu<< Suppe <sep> heiss") == [*ids, 0]
+    if listed:
+        assert vocabulary.decode([5, 120, 6]) == "t<sep> r"
+    with pytest.raises(ValueError, match="config.json: got added token '<sep>' without an id, exp"):
+        open_vocabulary("m2m_100", tmp_path / "m2m", additional_special_tokens=["<sep>"])
 
 
 @pytest.mark.parametrize("name", TRANSLATING)
