@@ -109,6 +109,8 @@ def make_cases(greedy: dict[str, np.ndarray]) -> dict[str, tuple[str, str, dict]
     old["task_specific_params"] = {"summarization": task}
     made = {name: ("hf_t5_1_1", "generation", fields) for name, fields in t5_cases.items()}
     made["old config.json"] = ("hf_t5_1_1", "config", old)
+    first = {"force_bos_token_to_be_generated": True, "bos_token_id": 7, "max_length": 9}
+    made["old config.json, first"] = ("hf_t5_1_1", "config", first)
     return made | {name: ("hf_gpt2", "generation", fields) for name, fields in gpt_cases.items()}
 
 

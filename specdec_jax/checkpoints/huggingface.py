@@ -87,6 +87,8 @@ def open_folder(folder: AnyPath) -> Checkpoint:
     # As in transformers, config.json sets how a model decodes only without the other file, and
     # its `task_specific_params` count only where a caller asks for them.
     source, content = files[0 if generation_path.exists() else 1]
+    if content is options and options.get("force_bos_token_to_be_generated"):  # BART's old name
+        content = options | {"forced_bos_token_id": options.get("bos_token_id")}
     defaults = ModelDefaults.read(content, source)
     own = getattr(reader, "list_notes", lambda folder, tensors: ())
     notes = (*notes, *own(folder, tensors), *defaults.lines(folder, source.name))
