@@ -77,7 +77,8 @@ def open_folder(folder: AnyPath) -> Checkpoint:
     files = (generation_path, generation), (path, options)  # the first that gives a value decides
     tensors, notes = _open_tensors(folder)
     config, parameters = reader.open_model(folder, options, tensors)
-    start = _read_ids(files, *reader.START) or reader.NO_START
+    # As in transformers: an mBART's files need not give a start token, which is the language.
+    start = _read_ids(files, *reader.START, "bos_token_id") or reader.NO_START
     if len(start) != 1:
         raise mismatch_error(path, f"the start tokens {quote_value(start)}", "one")
     eos_ids = _read_ids(files, "eos_token_id")

@@ -27,8 +27,8 @@ ARCHITECTURES = {
     "m2m_100": ("M2M100ForConditionalGeneration",),
 }
 START = ("decoder_start_token_id",)
-NO_START: tuple[int, ...] = ()  # an mBART's is the language, which nothing else gives
-_BART = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
+NO_START: tuple[int, ...] = ()  # an mBART's is the language
+_BART = {"eos_token_id": 2, "pad_token_id": 1}
 # Where config.json does not say.
 SPECIAL_IDS = {
     "bart": _BART | {"decoder_start_token_id": 2, "forced_eos_token_id": 2},
