@@ -148,6 +148,13 @@ CASES = {
     "t5 fast": make_case("hf_tokenizer", JSON, MORE_TEXTS, **T5),
     "byt5": make_case("hf_tokenizer", "", MORE_TEXTS, tokenizer_class="ByT5Tokenizer"),
     "control pieces": make_case("hf_control", SPIECE, MORE_TEXTS, **CONTROL),
+    "codet5 fast with a space": make_case("hf_codet5", JSON, **CODET5, add_prefix_space=True),
+    "gpt2 fast with a space": make_gpt2_case(JSON, **GPT2, add_prefix_space=True),
+    "gpt2 fast without a space": make_case(
+        "hf_gpt2", JSON, kind="gpt2", others={JSON: {"pre_tokenizer": BYTE_LEVEL}}, **GPT2
+    ),
+    "gpt2 without class with a space": make_gpt2_case(JSON, add_prefix_space=True),
+    "any class with a space": make_gpt2_case(JSON, **ANY, add_prefix_space=True),
     "json lacks a listed token": make_case(
         "hf_codet5", JSON, MARKED, **CODET5, additional_special_tokens=["<hl>"]
     ),

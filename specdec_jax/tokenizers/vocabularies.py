@@ -400,6 +400,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         stop_ids: tuple[int, ...] = (),
         around: tuple[Sequence[str], Sequence[str]] | None = None,
         added: Sequence[dict[str, Any]] = (),
+        add_prefix_space: bool | None = None,
     ):
         """Reads a tokenizer, and looks for the EOS id unless `eos_ids` are given.
 
@@ -412,6 +413,8 @@ class TokenizerJsonVocabulary(Vocabulary):
           around: tokens before and after a text, as the tokenizer's other files give them; None:
             the file's own.
           added: tokens that the tokenizer's other files add, as `describe_added` returns them.
+          add_prefix_space: whether a byte-level tokenizer puts a space before a text, as its class
+            and other files say; None: as the file says.
 
         Raises:
           ValueError: `text` is no tokenizer, what it puts around a text is no frame, an added token
@@ -419,9 +422,14 @@ class TokenizerJsonVocabulary(Vocabulary):
         """
         import tokenizers
 
-        self.text = text
         content = reading.parse_json(text)
         self._growth = checks.check_content(content)
+        step = content.get("pre_tokenizer")
+        if isinstance(step, dict) and step.get("type") == "ByteLevel":
+            if add_prefix_space not in (None, step.get("add_prefix_space")):
+                step["add_prefix_space"] = add_prefix_space
+                text = json.dumps(content, ensure_ascii=False)
+        self.text = text
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
