@@ -30,12 +30,20 @@ def special_token(folder: AnyPath, options: dict, name: str) -> str | None:
 
 def named_token(folder: AnyPath, options: dict, name: str) -> Any:
     """Returns a token as the folder's files give it, checked; None if none does."""
-    if options.get(name):
-        return options[name]
-    path = folder / "special_tokens_map.json"
-    if token := reading.read_optional_json(path).get(name):
-        token_text(token, path, name)
-    return token
+    if token := _read_old(folder, options, _MAP).get(name):
+        token_text(token, folder / _MAP, name)
+    return token or options.get(name)
+
+
+_MAP, _ADDED, _DECODER = "special_tokens_map.json", "added_tokens.json", "added_tokens_decoder"
+
+
+def _read_old(folder: AnyPath, options: dict, file: str) -> dict:
+    """Returns the contents of a file that counts before tokenizer_config.json.
+
+    As in transformers, if that has `added_tokens_decoder`, the file does not count at all.
+    """
+    return {} if _DECODER in options else reading.read_optional_json(folder / file)
 
 
 def token_text(token: Any, path: AnyPath, name: str) -> str:
@@ -59,7 +67,7 @@ def list_special(folder: AnyPath, options: dict) -> list[str]:
     # transformers 5 calls them extra_special_tokens.
     path, key = folder / "tokenizer_config.json", "additional_special_tokens"
     listed = options.get("extra_special_tokens") or options.get(key)
-    listed = listed or reading.read_optional_json(folder / "special_tokens_map.json").get(key) or []
+    listed = listed or _read_old(folder, options, _MAP).get(key) or []
     listed = list(listed.values()) if isinstance(listed, dict) else listed
     if type(listed) is not list:
         raise mismatch_error(f"{path}: {key}", quote_value(listed), "a list of tokens")
@@ -68,15 +76,16 @@ def list_special(folder: AnyPath, options: dict) -> list[str]:
 
 def added_tokens(folder: AnyPath, options: dict) -> dict[str, int | None]:
     """Returns the tokens that the folder adds to its vocabulary, with ids where files give them."""
-    path, others = folder / "tokenizer_config.json", folder / "added_tokens.json"
+    path, others = folder / "tokenizer_config.json", folder / _ADDED
     added: dict[str, int | None] = dict.fromkeys(list_special(folder, options))
-    key = "added_tokens_decoder"
-    entries = options.get(key) or {}
+    entries = options.get(_DECODER) or {}
     numbers = entries if isinstance(entries, dict) else ["no object"]
     if not all(re.fullmatch(r"\d{1,9}", i) for i in numbers):
-        raise mismatch_error(f"{path}: {key}", quote_value(entries), "an object of tokens by id")
-    added |= {token_text(entry, path, key): int(i) for i, entry in entries.items()}
-    numbered = reading.read_optional_json(others)
+        raise mismatch_error(
+            f"{path}: {_DECODER}", quote_value(entries), "an object of tokens by id"
+        )
+    added |= {token_text(entry, path, _DECODER): int(i) for i, entry in entries.items()}
+    numbered = _read_old(folder, options, _ADDED)
     for token, i in numbered.items():
         check_utf8(token, others)
         if type(i) is not int:
@@ -97,7 +106,7 @@ def describe_added(folder: AnyPath, options: dict) -> list[dict[str, Any]]:
       Arguments of `tokenizers.AddedToken`, with the `id` or None, and whether the token `replaces`
       one with the same text, as those of `added_tokens_decoder`.
     """
-    path, key = folder / "tokenizer_config.json", "added_tokens_decoder"
+    path = folder / "tokenizer_config.json"
     ids, listed = added_tokens(folder, options), list_special(folder, options)
     own = [name for name in options if name.endswith("_token")]  # of a model, such as `image_token`
     named = {}
@@ -105,7 +114,7 @@ def describe_added(folder: AnyPath, options: dict) -> list[dict[str, Any]]:
         token = named_token(folder, options, name)
         if isinstance(token, str | dict) and token:
             named[token_text(token, path, name)] = token
-    decoder = {token_text(it, path, key): it for it in (options.get(key) or {}).values()}
+    decoder = {token_text(it, path, _DECODER): it for it in (options.get(_DECODER) or {}).values()}
     numbers = {token: i for token, i in ids.items() if i is not None}
     described = []
     order = dict.fromkeys([*sorted(numbers, key=numbers.__getitem__), *named, *listed])
