@@ -65,6 +65,7 @@ def open_folder(
     model = reading.read_optional_json(folder / "config.json").get("model_type")
     named = kind or _CLASSES.get(str(model), "")
     if (folder / "tokenizer.json").exists():
+        kind = named if model == "mbart" else kind
         defaults = _GPT2_TOKENS if kind in _GPT2 else _ROBERTA_TOKENS
         token = special_token(folder, options, "eos_token") or defaults["eos_token"]
         around, file = _special_tokens_around(folder, options, kind), folder / "tokenizer.json"

@@ -315,6 +315,7 @@ LANGUAGES = {
     "NllbTokenizerFast": ({"src_lang": "deu_Latn"}, ["deu_Latn", "a", "</s>"]),
     "MBart50Tokenizer": ({"src_lang": "de_DE"}, ["de_DE", "a", "</s>"]),
     "MBartTokenizer": ({"src_lang": "en_XX"}, ["a", "</s>", "en_XX"]),
+    "": ({"src_lang": "de_DE"}, ["a", "</s>", "de_DE"]),  # config.json says that it is an mBART
 }
 
 
@@ -327,6 +328,7 @@ def test_the_class_puts_the_language_beside_a_text(kind, tmp_path):
     tokenizer.add_special_tokens([name for name in names if name != "a"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     config = tmp_path / "tokenizer_config.json"
+    (tmp_path / "config.json").write_text('{"model_type": "mbart"}')
     config.write_text(json.dumps({"tokenizer_class": kind} | options))
     vocabulary = huggingface_folders.open_folder(tmp_path, (1,))
     assert vocabulary.encode_input("a") == [ids[name] for name in expected]
