@@ -62,8 +62,12 @@ def list_weights(folder: AnyPath) -> list[str]:
     return [name for name in _WEIGHTS if (folder / name).exists()]
 
 
-def open_folder(folder: AnyPath) -> Checkpoint:
+def open_folder(folder: AnyPath, reads_vocabulary: bool = True) -> Checkpoint:
     """Opens a Hugging Face folder without reading its parameters.
+
+    Args:
+      folder: the folder.
+      reads_vocabulary: whether its tokenizer is read too.
 
     Raises:
       ValueError: no weights in a readable format, an unknown architecture, or damaged files.
@@ -83,7 +87,9 @@ def open_folder(folder: AnyPath) -> Checkpoint:
         raise mismatch_error(path, f"the start tokens {quote_value(start)}", "one")
     eos_ids = _read_ids(files, "eos_token_id")
     eos_ids = reader.NO_EOS if eos_ids is None else eos_ids
-    vocabulary = huggingface_folders.open_folder(folder, eos_ids or (), config.vocab_size)
+    vocabulary = None
+    if reads_vocabulary:
+        vocabulary = huggingface_folders.open_folder(folder, eos_ids or (), config.vocab_size)
     _set_pad_id(vocabulary, options.get("pad_token_id"), config, eos_ids or ())
     # As in transformers, config.json sets how a model decodes only without the other file, and
     # its `task_specific_params` count only where a caller asks for them.

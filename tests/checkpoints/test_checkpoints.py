@@ -258,6 +258,19 @@ def test_t5x_vocabularies(tmp_path):
         loader.load(tmp_path, "float32", vocabulary=tmp_path / "absent.model")
 
 
+@pytest.mark.parametrize("given", [vocabularies.ByteVocabulary(3), SPIECE])
+def test_a_tokenizer_that_is_rejected_can_be_replaced(given, tmp_path):
+    make.write_hf(tmp_path, make.to_tensors(WIDE_PARAMS), vocab_size=WIDE.vocab_size)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "XTokenizer"}')
+    for name, content in (("vocab.json", '{"a": 0}'), ("merges.txt", "#version: 0.2\n")):
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match="vocab.json: got the files of a XTokenizer, expected"):
+        loader.load(tmp_path, "float32")
+    found = loader.load(tmp_path, "float32", vocabulary=given).vocabulary
+    assert found.size == (262 if given is not SPIECE else 200)
+    assert loader.load_shape(tmp_path).vocab_size == WIDE.vocab_size
+
+
 def test_a_hugging_face_folder_brings_its_vocabulary(tmp_path):
     wide = dataclasses.replace(TINY, vocab_size=328)
     make.write_hf(tmp_path, make.to_tensors(make.random_params(wide)), vocab_size=328)
