@@ -2,7 +2,12 @@
 
 from typing import Any
 
-from specdec_jax.checkpoints.huggingface_config import check_fixed, choose_value, read_fields
+from specdec_jax.checkpoints.huggingface_config import (
+    check_fixed,
+    choose_value,
+    read_fields,
+    resolve_aliases,
+)
 from specdec_jax.checkpoints.stored_tensor import Parameters, StoredTensor, is_same_tensor
 from specdec_jax.files.places import AnyPath
 from specdec_jax.models.config_validation import build
@@ -38,6 +43,12 @@ _EMBEDDINGS = {
 }
 # A bias that the first T5 checkpoints hold and no implementation uses.
 _UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+_ALIASES = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "num_heads",
+    "num_hidden_layers": "num_layers",
+    "head_dim": "d_kv",
+}
 
 # What config.json calls the fields of `T5Config`.
 _FIELDS = {
@@ -82,6 +93,7 @@ def _read_config(
     What is separate is decided by the tensors: transformers 5 calls every T5 tied.
     """
     path, kind = folder / "config.json", options["model_type"]
+    options = resolve_aliases(options, _ALIASES)
     activation = "relu" if kind == "t5" else "gated-gelu"
     activations = choose_value(path, options, "feed_forward_proj", activation, _ACTIVATIONS)
     check_fixed(path, options, {"layer_norm_epsilon": 1e-6})

@@ -423,3 +423,27 @@ def test_bundled_names(tmp_path, monkeypatch):
     model = loader.load("ende/target", "float32")
     assert_params(model)
     assert model.name == "ende/target"
+
+
+ALIASES = {
+    "hf_gpt2": {"num_attention_heads": "n_head", "hidden_size": "n_embd"}
+    | {"num_hidden_layers": "n_layer", "max_position_embeddings": "n_positions"},
+    "hf_t5_1_1": {"num_attention_heads": "num_heads", "hidden_size": "d_model"}
+    | {"num_hidden_layers": "num_layers", "head_dim": "d_kv"},
+    "hf_bart/bart": {"num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model"}
+    | {"num_hidden_layers": "encoder_layers"},
+}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_other_names_of_options_count_first_as_in_transformers(name, tmp_path):
+    shutil.copytree(GOLDEN / name, tmp_path, dirs_exist_ok=True)
+    options, expected = (
+        json.loads((tmp_path / "config.json").read_text()),
+        loader.load_shape(tmp_path),
+    )
+    moved = {other: options.pop(usual) for other, usual in ALIASES[name].items()}
+    wrong = {usual: 3 for usual in ALIASES[name].values()}
+    for given in (moved, wrong | moved):
+        (tmp_path / "config.json").write_text(json.dumps(options | given))
+        assert loader.load_shape(tmp_path) == expected
