@@ -10,6 +10,7 @@ from specdec_jax.checkpoints.huggingface_config import (
 )
 from specdec_jax.checkpoints.stored_tensor import Parameters, StoredTensor, is_same_tensor
 from specdec_jax.files.places import AnyPath
+from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.models.config_validation import build
 from specdec_jax.models.parameters import parameter_shapes
 from specdec_jax.models.t5 import T5Config
@@ -96,6 +97,7 @@ def _read_config(
     options = resolve_aliases(options, _ALIASES)
     activation = "relu" if kind == "t5" else "gated-gelu"
     activations = choose_value(path, options, "feed_forward_proj", activation, _ACTIVATIONS)
+    activations = _override_activations(path, options, activations)
     check_fixed(path, options, {"layer_norm_epsilon": 1e-6})
     # mT5's reference never scales the decoder's outputs, whatever tie_word_embeddings is
     # (transformers 5 always writes true). umT5's does if it is true, as T5's; in the published
@@ -116,6 +118,21 @@ def _read_config(
         "separate_embeddings": separate_embeddings,
     }
     return build(T5Config, fields, path, names)
+
+
+def _override_activations(
+    path: AnyPath, options: dict, activations: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Returns the activations with what `dense_act_fn` and `is_gated_act` say, as transformers."""
+    first, *gate = activations
+    if options.get("dense_act_fn") is not None:
+        known = {name: of[0] for name, of in _ACTIVATIONS.items() if not name.startswith("gated-")}
+        first = choose_value(path, options, "dense_act_fn", "", known)
+    is_gated = options.get("is_gated_act")
+    if is_gated is not None and not isinstance(is_gated, bool):
+        raise mismatch_error(f"{path}: is_gated_act", quote_value(is_gated), "true or false")
+    is_gated = bool(gate) if is_gated is None else is_gated
+    return (first, "linear") if is_gated else (first,)
 
 
 _FIXED = {

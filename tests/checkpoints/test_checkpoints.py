@@ -447,3 +447,31 @@ def test_other_names_of_options_count_first_as_in_transformers(name, tmp_path):
     for given in (moved, wrong | moved):
         (tmp_path / "config.json").write_text(json.dumps(options | given))
         assert loader.load_shape(tmp_path) == expected
+
+
+BLOCKS = {
+    # The first logits of transformers 5.24, with these options beside feed_forward_proj.
+    "relu": ("hf_t5_1_1", {"dense_act_fn": "relu"}, [0.7600811, -4.9777308, -5.5685964]),
+    "gelu": ("hf_t5_1_0", {"dense_act_fn": "gelu_new"}, [5.6980119, -11.5992833, 0.6851150]),
+    "gateless": (
+        "hf_t5_1_0",
+        {"feed_forward_proj": "gated-relu", "is_gated_act": False},
+        [4.1624246, -12.0405359, 0.2456874],
+    ),
+}
+
+
+@pytest.mark.parametrize("name, changes, expected", BLOCKS.values(), ids=BLOCKS)
+def test_t5s_other_options_of_the_feed_forward_block_count(name, changes, expected, tmp_path):
+    shutil.copytree(GOLDEN / name, tmp_path, dirs_exist_ok=True)
+    options = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(options))
+    logits = loader.load(tmp_path, "float32").logits([[5, 6, 7, 8]], [[0, 9, 10, 11]])
+    np.testing.assert_allclose(np.asarray(logits)[0, 0, :3], expected, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("name, value", [("dense_act_fn", "gelu"), ("is_gated_act", "yes")])
+def test_unknown_options_of_the_feed_forward_block_are_rejected(name, value, tmp_path):
+    make.write_hf(tmp_path, TENSORS, **{name: value})
+    with pytest.raises(ValueError, match=f"{name}: got '{value}', expected "):
+        loader.load_shape(tmp_path)
