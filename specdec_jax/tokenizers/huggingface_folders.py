@@ -95,6 +95,25 @@ def open_folder(
     return None
 
 
+_CLEAN_UP = "clean_up_tokenization_spaces"
+
+
+def list_notes(folder: AnyPath, vocabulary: Vocabulary | None) -> tuple[str, ...]:
+    """Returns lines about options of a folder's tokenizer that are left out.
+
+    transformers removes spaces before punctuation from decoded texts if an option says so, but not
+    for merges (BPE). The text of the first tokens would then change with those that follow.
+    """
+    options = reading.read_optional_json(folder / "tokenizer_config.json")
+    forced = options.get(f"{_CLEAN_UP}_for_bpe_even_though_it_will_corrupt_output")
+    if vocabulary is None or not read_flag(folder, options, _CLEAN_UP):
+        return ()
+    if getattr(vocabulary, "has_merges", False) and not forced:
+        return ()
+    does = "decoding here does not have, and does without"
+    return (f"{folder}: tokenizer_config.json also sets what {does}: {_CLEAN_UP}=True",)
+
+
 # The classes of models whose ids differ from those that the files alone give.
 _CLASSES = {
     "bart": "BartTokenizer",

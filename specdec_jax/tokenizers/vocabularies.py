@@ -465,6 +465,8 @@ class TokenizerJsonVocabulary(Vocabulary):
         # Further EOS ids may be ordinary tokens, such as a full stop.
         self._dropped = {i for i in (self.eos_ids[0], self.pad_id) if i is not None}
         self._no_text = {*self.special_pieces().values(), *self._dropped}
+        model = content.get("model")
+        self.has_merges = isinstance(model, dict) and "merges" in model
         runs = "ByteFallback" in json.dumps(content.get("decoder"))
         pieces = [f"<0x{byte:02X}>" for byte in range(256 if runs else 0)]
         self._bytes = frozenset(map(self._tokenizer.token_to_id, pieces))

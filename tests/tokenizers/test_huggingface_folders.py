@@ -353,6 +353,33 @@ def test_an_added_token_with_another_id_than_the_next_is_rejected(tmp_path):
     assert vocabulary.encode("<mask>") == [4] and vocabulary.size == 296
 
 
+# transformers 5.24 ignores the option for merges alone.
+CLEANED = {"spiece": True, "t5 fast": True, "byt5": True, "codet5": False, "gpt2 merges": False}
+BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+
+
+@pytest.mark.parametrize("name", CLEANED)
+def test_a_line_says_that_spaces_stay_before_punctuation(name, tmp_path):
+    flag = {"clean_up_tokenization_spaces": True}
+    for changes, expected in (({}, False), (flag, CLEANED[name]), (flag | {BPE: True}, True)):
+        vocabulary = opened(name, tmp_path, tokenizer_config=changes)
+        lines = huggingface_folders.list_notes(tmp_path, vocabulary)
+        end = "and does without: clean_up_tokenization_spaces=True"
+        assert [line.endswith(end) for line in lines] == [True] * expected
+
+
+def test_the_line_about_spaces_is_printed_when_the_model_is_loaded(tmp_path):
+    config = dataclasses.replace(make.TINY, vocab_size=328)
+    tensors = make.to_tensors(make.random_params(config))
+    make.write_hf(tmp_path, tensors, vocab_size=config.vocab_size)
+    build("spiece", tmp_path / "tokenizer", tokenizer_config={"clean_up_tokenization_spaces": True})
+    for name in ("spiece.model", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "tokenizer" / name, tmp_path)
+    printed: list[str] = []
+    sd.load(tmp_path, "float32", say=printed.append)
+    assert [line for line in printed if "clean_up" in line] == printed[:1]
+
+
 # Vocabularies and logits.
 
 
