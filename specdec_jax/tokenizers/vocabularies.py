@@ -24,7 +24,7 @@ TOKENIZER_BYTES = 48 << 20  # the most bytes of a vocabulary's file; Gemma 3's h
 # The most characters of a text, some 300 pages: if it grows to thirty times as many, its ids take
 # half a gigabyte.
 LONGEST_TEXT = 1_000_000
-_SURROGATE = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which is no text
 
 
 def check_texts(name: str, texts: Iterable[str | None], first: int = 1) -> None:
@@ -41,7 +41,7 @@ def check_texts(name: str, texts: Iterable[str | None], first: int = 1) -> None:
         if len(text) > LONGEST_TEXT:
             got = f"a text of {len(text):,} characters"
             raise ValueError(f"{name} {number}: got {got}, expected at most {LONGEST_TEXT:,}")
-        if lone := _SURROGATE.search(text):
+        if lone := SURROGATE.search(text):
             reason = f"character {lone.start()} is half of a surrogate pair"
             got = f"{quote_value(text)}, which is not UTF-8 ({reason})"
             raise ValueError(f"{name} {number}: got {got}, expected UTF-8 text")

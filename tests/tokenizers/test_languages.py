@@ -180,6 +180,17 @@ def test_marians_codes_of_languages(tmp_path):
         vocabulary.with_languages("fra", None)
 
 
+@pytest.mark.parametrize("name, file", [("m2m_100", "vocab"), ("marian separate", "target_vocab")])
+def test_a_piece_that_is_no_text_is_rejected(name, file, tmp_path):
+    copy_folder(name, tmp_path)
+    path = tmp_path / f"{file}.json"
+    table = json.loads(path.read_text())
+    table["\ud83d"] = table.pop(next(piece for piece, i in table.items() if i == 10))
+    path.write_text(json.dumps(table))
+    with pytest.raises(ValueError, match=rf"{file}.json: got the piece '\\ud83d', expected UTF-8"):
+        huggingface_folders.open_folder(tmp_path, (0,))
+
+
 def test_separate_vocabularies_differ_in_both_tables(tmp_path):
     vocabulary = open_vocabulary("marian separate", tmp_path)
     assert not vocabulary.shares_ids
