@@ -71,7 +71,7 @@ def list_special(folder: AnyPath, options: dict) -> list[str]:
     listed = list(listed.values()) if isinstance(listed, dict) else listed
     if type(listed) is not list:
         raise mismatch_error(f"{path}: {key}", quote_value(listed), "a list of tokens")
-    return [token_text(token, path, key) for token in listed]
+    return list(filter(None, (token_text(token, path, key) for token in listed)))
 
 
 def added_tokens(folder: AnyPath, options: dict) -> dict[str, int | None]:
@@ -90,7 +90,7 @@ def added_tokens(folder: AnyPath, options: dict) -> dict[str, int | None]:
         check_utf8(token, others)
         if type(i) is not int:
             raise mismatch_error(f"{others}: {quote_value(token)}", quote_value(i), "an id")
-    return added | numbered
+    return {token: i for token, i in (added | numbered).items() if token}  # as in transformers
 
 
 _NAMES = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token".split()
@@ -112,13 +112,13 @@ def describe_added(folder: AnyPath, options: dict) -> list[dict[str, Any]]:
     named = {}
     for name in dict.fromkeys([*_NAMES, *own]):
         token = named_token(folder, options, name)
-        if isinstance(token, str | dict) and token:
-            named[token_text(token, path, name)] = token
+        if isinstance(token, str | dict) and token and (text := token_text(token, path, name)):
+            named[text] = token
     decoder = {token_text(it, path, _DECODER): it for it in (options.get(_DECODER) or {}).values()}
     numbers = {token: i for token, i in ids.items() if i is not None}
     described = []
     order = dict.fromkeys([*sorted(numbers, key=numbers.__getitem__), *named, *listed])
-    for token in filter(None, order):
+    for token in order:
         entry = (named | decoder).get(token)
         given = entry if isinstance(entry, dict) else {}
         flags = {name: bool(given[name]) for name in _FLAGS if name in given}

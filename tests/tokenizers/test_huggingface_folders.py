@@ -267,6 +267,36 @@ def test_special_tokens_beside_sentinels_are_few():
         special_tokens.SpecialTokens(ids | {"<1000>": 0})
 
 
+def test_the_first_and_longest_special_tokens_are_found():
+    ids = {token: 0 for token in ("", "ab", "abc", "b", "cab", "<", "<extra_id_1>", "]")}
+    found = special_tokens.SpecialTokens(ids).split("xabcabd<extra_id_1>a]<extra_id_2><")
+    assert found == [
+        *("x", "abc", "", "ab", "d", "<extra_id_1>", "a"),
+        "]",
+        "<extra_id_2>",
+        "<",
+        "",
+    ]
+    assert special_tokens.SpecialTokens(ids).split("xyz") == ["xyz"]
+
+
+def test_many_long_special_tokens_take_time_in_proportion_to_a_text():
+    tokens = {"a" * 500 + f"{i:03d}": i for i in range(190)}
+    found = special_tokens.SpecialTokens(tokens).split("a" * 500_000 + "007")
+    assert found == ["a" * 499_500, "a" * 500 + "007", ""]  # took hours
+    with pytest.raises(ValueError, match="got special tokens of 100,001 characters, expected at"):
+        special_tokens.SpecialTokens({"a" * 100_001: 0})
+
+
+def test_an_empty_added_token_is_left_out_as_in_transformers(tmp_path):
+    for name in ("codet5", "codet5 fast"):
+        expected = opened(name, tmp_path / "plain" / name).encode("a bread")
+        found = opened(name, tmp_path / name, added_tokens={"": 310})
+        assert found.encode("a bread") == expected
+        found = opened(name, tmp_path / name, tokenizer_config={"additional_special_tokens": [""]})
+        assert found.encode("a bread") == expected
+
+
 @pytest.mark.parametrize("token", [220, -1, "1", True])
 def test_ids_around_a_text_must_be_ids(token):
     tokens = {"</s>": {"id": "</s>", "ids": [token], "tokens": ["</s>"]}}
