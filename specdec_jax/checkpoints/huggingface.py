@@ -86,7 +86,8 @@ def open_folder(folder: AnyPath, reads_vocabulary: bool = True) -> Checkpoint:
     if len(start) != 1:
         raise mismatch_error(path, f"the start tokens {quote_value(start)}", "one")
     eos_ids = _read_ids(files, "eos_token_id")
-    eos_ids = reader.NO_EOS if eos_ids is None else eos_ids
+    # As in transformers, an id below 0 ends nothing.
+    eos_ids = reader.NO_EOS if eos_ids is None else tuple(i for i in eos_ids if i >= 0)
     vocabulary = None
     if reads_vocabulary:
         vocabulary = huggingface_folders.open_folder(folder, eos_ids or (), config.vocab_size)
