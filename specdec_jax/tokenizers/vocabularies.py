@@ -477,15 +477,13 @@ class TokenizerJsonVocabulary(Vocabulary):
 
         known = _read_added(self._tokenizer)
         texts = {token["content"] for token in known}
-        for token in added:
+        left = [token for token in added if token["replaces"] or token["content"] not in texts]
+        new = [it for it in left if self._tokenizer.token_to_id(it["content"]) is None]
+        arguments = [{n: it[n] for n in it if n not in ("id", "replaces")} for it in left]
+        self._tokenizer.add_tokens([tokenizers.AddedToken(**given) for given in arguments])
+        for token in new:
             text, i = token["content"], token["id"]
-            if text in texts and not token["replaces"]:
-                continue
-            is_new = self._tokenizer.token_to_id(text) is None
-            flags = {name: token[name] for name in token if name not in ("id", "replaces")}
-            self._tokenizer.add_tokens([tokenizers.AddedToken(**flags)])
-            found = self._tokenizer.token_to_id(text)
-            if is_new and i not in (None, found):
+            if i not in (None, found := self._tokenizer.token_to_id(text)):
                 got = f"the added token {quote_value(text)} with id {i}"
                 raise ValueError(f"got {got}, expected {found}, the next id")
         if (tokens := _read_added(self._tokenizer)) != known:
