@@ -187,6 +187,13 @@ CASES = {
         **CODET5,
         added_tokens_decoder={"2": {"content": "</s>"} | ADDED},
     ),
+    "json lacks a token with a name of its own": make_case(
+        "hf_codet5",
+        JSON,
+        MARKED,
+        others={"special_tokens_map.json": {"highlight_token": "<hl>"}},
+        **CODET5,
+    ),
     "json lacks eos": make_case("hf_gpt2", JSON, MARKED, "gpt2", **ANY, eos_token="<hl>"),
     "written spiece": make_case("hf_tokenizer", SPIECE, **WRITTEN, tokenizer_class="T5Tokenizer"),
     "written madlad": make_case("hf_madlad", SPIECE, **MADLAD, tokenizer_class="T5Tokenizer"),

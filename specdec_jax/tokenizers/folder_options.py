@@ -108,7 +108,8 @@ def describe_added(folder: AnyPath, options: dict) -> list[dict[str, Any]]:
     """
     path = folder / "tokenizer_config.json"
     ids, listed = added_tokens(folder, options), list_special(folder, options)
-    own = [name for name in options if name.endswith("_token")]  # of a model, such as `image_token`
+    names = *_read_old(folder, options, _MAP), *options
+    own = [name for name in names if name.endswith("_token")]  # of a model, such as `image_token`
     named = {}
     for name in dict.fromkeys([*_NAMES, *own]):
         token = named_token(folder, options, name)
