@@ -39,6 +39,12 @@ def make_cases(greedy: dict[str, np.ndarray]) -> dict[str, tuple[str, str, dict]
             "max_new_tokens": 6,
         },
         "suppressed": {"suppress_tokens": [t5[0], t5[2], 4000], "max_new_tokens": 12},
+        "unusual values": {
+            "forced_bos_token_id": [7],
+            "suppress_tokens": [-1, 74],
+            "max_length": 9.0,
+        },
+        "no end": {"eos_token_id": -1, "max_new_tokens": 9.0},
         "bad words": {"bad_words_ids": words, "max_new_tokens": 12},
         "min_length": {"min_length": 10, "max_length": 14, "suppress_tokens": t5[:1]},
         "min_new_tokens": {"min_new_tokens": 12, "min_length": 3, "max_new_tokens": 14},
@@ -109,6 +115,8 @@ def make_cases(greedy: dict[str, np.ndarray]) -> dict[str, tuple[str, str, dict]
     old["task_specific_params"] = {"summarization": task}
     made = {name: ("hf_t5_1_1", "generation", fields) for name, fields in t5_cases.items()}
     made["old config.json"] = ("hf_t5_1_1", "config", old)
+    first = {"force_bos_token_to_be_generated": True, "bos_token_id": 7, "max_length": 9}
+    made["old config.json, first"] = ("hf_t5_1_1", "config", first)
     return made | {name: ("hf_gpt2", "generation", fields) for name, fields in gpt_cases.items()}
 
 

@@ -40,6 +40,7 @@ SPECIAL = (
     "a <mask> b",
 )
 MORE_TEXTS = (*TEXTS, *SPECIAL)
+MARKED = ("The <hl>ferry <hl> stayed.",)
 ADDED = dict(lstrip=False, normalized=False, rstrip=False, single_word=False, special=True)
 BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=True, trim_offsets=False, use_regex=True)
 
@@ -69,10 +70,15 @@ def make_case(
     texts: tuple[str, ...] = TEXTS,
     kind: str = "t5",
     processor: dict | None = None,
+    others: dict | None = None,
     **options: Any,
 ) -> dict:
-    """Returns a case without its records; `options` are those of tokenizer_config.json."""
+    """Returns a case without its records; `options` are those of tokenizer_config.json.
+
+    `others` are changes of further files.
+    """
     changes: dict = {"config.json": {"model_type": kind}, "tokenizer_config.json": options}
+    changes |= others or {}
     if processor is not None:
         changes["tokenizer.json"] = {"post_processor": processor or None}
     return {
@@ -142,6 +148,53 @@ CASES = {
     "t5 fast": make_case("hf_tokenizer", JSON, MORE_TEXTS, **T5),
     "byt5": make_case("hf_tokenizer", "", MORE_TEXTS, tokenizer_class="ByT5Tokenizer"),
     "control pieces": make_case("hf_control", SPIECE, MORE_TEXTS, **CONTROL),
+    "codet5 fast with a space": make_case("hf_codet5", JSON, **CODET5, add_prefix_space=True),
+    "gpt2 fast with a space": make_gpt2_case(JSON, **GPT2, add_prefix_space=True),
+    "gpt2 fast without a space": make_case(
+        "hf_gpt2", JSON, kind="gpt2", others={JSON: {"pre_tokenizer": BYTE_LEVEL}}, **GPT2
+    ),
+    "gpt2 without class with a space": make_gpt2_case(JSON, add_prefix_space=True),
+    "any class with a space": make_gpt2_case(JSON, **ANY, add_prefix_space=True),
+    "json lacks a listed token": make_case(
+        "hf_codet5", JSON, MARKED, **CODET5, additional_special_tokens=["<hl>"]
+    ),
+    "json lacks a token of added_tokens.json": make_case(
+        "hf_codet5", JSON, MARKED, others={"added_tokens.json": {"<hl>": 296}}, **CODET5
+    ),
+    "json lacks a token of added_tokens_decoder": make_case(
+        "hf_codet5",
+        JSON,
+        MARKED,
+        **ANY,
+        added_tokens_decoder={"296": {"content": "<hl>"} | ADDED | {"lstrip": True}},
+    ),
+    "map before config": make_case(
+        "hf_codet5",
+        MERGES,
+        MARKED,
+        others={"special_tokens_map.json": {"sep_token": "<hl>", "cls_token": "<mask>"}},
+        **CODET5,
+        sep_token="<pad>",
+    ),
+    "config without map": make_case(
+        "hf_codet5",
+        MERGES,
+        MARKED,
+        others={
+            "special_tokens_map.json": {"sep_token": "<mask>"},
+            "added_tokens.json": {"<hl>": 9},
+        },
+        **CODET5,
+        added_tokens_decoder={"2": {"content": "</s>"} | ADDED},
+    ),
+    "json lacks a token with a name of its own": make_case(
+        "hf_codet5",
+        JSON,
+        MARKED,
+        others={"special_tokens_map.json": {"highlight_token": "<hl>"}},
+        **CODET5,
+    ),
+    "json lacks eos": make_case("hf_gpt2", JSON, MARKED, "gpt2", **ANY, eos_token="<hl>"),
     "written spiece": make_case("hf_tokenizer", SPIECE, **WRITTEN, tokenizer_class="T5Tokenizer"),
     "written madlad": make_case("hf_madlad", SPIECE, **MADLAD, tokenizer_class="T5Tokenizer"),
     "written tokenizer.json": make_case("hf_tokenizer", JSON, **NAMES, **ANY),

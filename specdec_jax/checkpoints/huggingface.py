@@ -62,8 +62,12 @@ def list_weights(folder: AnyPath) -> list[str]:
     return [name for name in _WEIGHTS if (folder / name).exists()]
 
 
-def open_folder(folder: AnyPath) -> Checkpoint:
+def open_folder(folder: AnyPath, reads_vocabulary: bool = True) -> Checkpoint:
     """Opens a Hugging Face folder without reading its parameters.
+
+    Args:
+      folder: the folder.
+      reads_vocabulary: whether its tokenizer is read too.
 
     Raises:
       ValueError: no weights in a readable format, an unknown architecture, or damaged files.
@@ -77,19 +81,26 @@ def open_folder(folder: AnyPath) -> Checkpoint:
     files = (generation_path, generation), (path, options)  # the first that gives a value decides
     tensors, notes = _open_tensors(folder)
     config, parameters = reader.open_model(folder, options, tensors)
-    start = _read_ids(files, *reader.START) or reader.NO_START
+    # As in transformers: an mBART's files need not give a start token, which is the language.
+    start = _read_ids(files, *reader.START, "bos_token_id") or reader.NO_START
     if len(start) != 1:
         raise mismatch_error(path, f"the start tokens {quote_value(start)}", "one")
     eos_ids = _read_ids(files, "eos_token_id")
-    eos_ids = reader.NO_EOS if eos_ids is None else eos_ids
-    vocabulary = huggingface_folders.open_folder(folder, eos_ids or (), config.vocab_size)
+    # As in transformers, an id below 0 ends nothing.
+    eos_ids = reader.NO_EOS if eos_ids is None else tuple(i for i in eos_ids if i >= 0)
+    vocabulary = None
+    if reads_vocabulary:
+        vocabulary = huggingface_folders.open_folder(folder, eos_ids or (), config.vocab_size)
     _set_pad_id(vocabulary, options.get("pad_token_id"), config, eos_ids or ())
     # As in transformers, config.json sets how a model decodes only without the other file, and
     # its `task_specific_params` count only where a caller asks for them.
     source, content = files[0 if generation_path.exists() else 1]
+    if content is options and options.get("force_bos_token_to_be_generated"):  # BART's old name
+        content = options | {"forced_bos_token_id": options.get("bos_token_id")}
     defaults = ModelDefaults.read(content, source)
     own = getattr(reader, "list_notes", lambda folder, tensors: ())
     notes = (*notes, *own(folder, tensors), *defaults.lines(folder, source.name))
+    notes += huggingface_folders.list_notes(folder, vocabulary)
     return Checkpoint(config, parameters, vocabulary, start[0], eos_ids, None, defaults, notes)
 
 

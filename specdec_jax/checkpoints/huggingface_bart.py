@@ -6,7 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec_jax.checkpoints.huggingface_config import choose_value, read_fields
+from specdec_jax.checkpoints.huggingface_config import (
+    choose_value,
+    read_fields,
+    resolve_aliases,
+)
 from specdec_jax.checkpoints.stored_tensor import (
     Parameters,
     StoredTensor,
@@ -27,7 +31,7 @@ ARCHITECTURES = {
     "m2m_100": ("M2M100ForConditionalGeneration",),
 }
 START = ("decoder_start_token_id",)
-NO_START: tuple[int, ...] = ()  # an mBART's is the language, which nothing else gives
+NO_START: tuple[int, ...] = ()  # an mBART's is the language
 _BART = {"eos_token_id": 2, "pad_token_id": 1}
 # Where config.json does not say.
 SPECIAL_IDS = {
@@ -55,6 +59,11 @@ _ACTIVATIONS = {
     "relu": "relu",
     "silu": "silu",
     "swish": "silu",
+}
+_ALIASES = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "encoder_attention_heads",
+    "num_hidden_layers": "encoder_layers",
 }
 _FIELDS = {
     "vocab_size": "vocab_size",
@@ -134,7 +143,7 @@ def open_model(
 ) -> tuple[BartConfig, Parameters]:
     """Returns the configuration that config.json gives, and the tensors by our names."""
     path = folder / "config.json"
-    config = _read_config(path, options)
+    config = _read_config(path, resolve_aliases(options, _ALIASES))
     return config, _rename_tensors(folder, config, options, tensors)
 
 

@@ -18,6 +18,19 @@ def read_fields(options: dict, names: dict[str, str], defaults: dict[str, Any]) 
     return {ours: given.get(theirs, defaults.get(ours)) for ours, theirs in names.items()}
 
 
+def resolve_aliases(options: dict, aliases: dict[str, str]) -> dict:
+    """Returns config.json with the other names that transformers has for some options resolved.
+
+    As there, such a name counts before the usual one.
+
+    Args:
+      options: contents of config.json.
+      aliases: the usual name of each other name.
+    """
+    given = {usual: options.get(name) for name, usual in aliases.items()}
+    return options | {usual: value for usual, value in given.items() if value is not None}
+
+
 def choose_value(
     path: AnyPath, options: dict, name: str, default: str, known: dict[str, Any]
 ) -> Any:

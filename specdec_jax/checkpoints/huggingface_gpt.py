@@ -3,7 +3,12 @@
 import re
 from typing import Any
 
-from specdec_jax.checkpoints.huggingface_config import check_fixed, choose_value, read_fields
+from specdec_jax.checkpoints.huggingface_config import (
+    check_fixed,
+    choose_value,
+    read_fields,
+    resolve_aliases,
+)
 from specdec_jax.checkpoints.stored_tensor import Parameters, is_same_tensor
 from specdec_jax.files.places import AnyPath
 from specdec_jax.files.reading import mismatch_error
@@ -27,6 +32,12 @@ _FIXED = {
     "reorder_and_upcast_attn": False,
     "add_cross_attention": False,
 }
+_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 _FIELDS = {
     "vocab_size": "vocab_size",
     "emb_dim": "n_embd",
@@ -40,7 +51,7 @@ _FIELDS = {
 
 def open_model(folder: AnyPath, options: dict, tensors: Parameters) -> tuple[GPTConfig, Parameters]:
     """Returns the configuration that config.json gives, and the tensors by our names."""
-    config = _read_config(folder, options)
+    config = _read_config(folder, resolve_aliases(options, _ALIASES))
     return config, _rename_tensors(tensors, config, folder)
 
 

@@ -2,9 +2,15 @@
 
 from typing import Any
 
-from specdec_jax.checkpoints.huggingface_config import check_fixed, choose_value, read_fields
+from specdec_jax.checkpoints.huggingface_config import (
+    check_fixed,
+    choose_value,
+    read_fields,
+    resolve_aliases,
+)
 from specdec_jax.checkpoints.stored_tensor import Parameters, StoredTensor, is_same_tensor
 from specdec_jax.files.places import AnyPath
+from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.models.config_validation import build
 from specdec_jax.models.parameters import parameter_shapes
 from specdec_jax.models.t5 import T5Config
@@ -38,6 +44,12 @@ _EMBEDDINGS = {
 }
 # A bias that the first T5 checkpoints hold and no implementation uses.
 _UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+_ALIASES = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "num_heads",
+    "num_hidden_layers": "num_layers",
+    "head_dim": "d_kv",
+}
 
 # What config.json calls the fields of `T5Config`.
 _FIELDS = {
@@ -82,8 +94,10 @@ def _read_config(
     What is separate is decided by the tensors: transformers 5 calls every T5 tied.
     """
     path, kind = folder / "config.json", options["model_type"]
+    options = resolve_aliases(options, _ALIASES)
     activation = "relu" if kind == "t5" else "gated-gelu"
     activations = choose_value(path, options, "feed_forward_proj", activation, _ACTIVATIONS)
+    activations = _override_activations(path, options, activations)
     check_fixed(path, options, {"layer_norm_epsilon": 1e-6})
     # mT5's reference never scales the decoder's outputs, whatever tie_word_embeddings is
     # (transformers 5 always writes true). umT5's does if it is true, as T5's; in the published
@@ -104,6 +118,21 @@ def _read_config(
         "separate_embeddings": separate_embeddings,
     }
     return build(T5Config, fields, path, names)
+
+
+def _override_activations(
+    path: AnyPath, options: dict, activations: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Returns the activations with what `dense_act_fn` and `is_gated_act` say, as transformers."""
+    first, *gate = activations
+    if options.get("dense_act_fn") is not None:
+        known = {name: of[0] for name, of in _ACTIVATIONS.items() if not name.startswith("gated-")}
+        first = choose_value(path, options, "dense_act_fn", "", known)
+    is_gated = options.get("is_gated_act")
+    if is_gated is not None and not isinstance(is_gated, bool):
+        raise mismatch_error(f"{path}: is_gated_act", quote_value(is_gated), "true or false")
+    is_gated = bool(gate) if is_gated is None else is_gated
+    return (first, "linear") if is_gated else (first,)
 
 
 _FIXED = {

@@ -147,7 +147,7 @@ def open_complete(
     say: Callable[[str], None] = lambda line: None,
 ) -> Checkpoint:
     """Opens a checkpoint with the chosen vocabulary and special ids; passes its notes to `say`."""
-    checkpoint = open_checkpoint(folder, config)
+    checkpoint = open_checkpoint(folder, config, reads_vocabulary=vocabulary is None)
     check(checkpoint, folder)
     vocabulary = _choose_vocabulary(vocabulary, checkpoint)
     start = 0 if checkpoint.start_token is None else checkpoint.start_token
@@ -168,13 +168,13 @@ def load_vocabulary(
     path: PathLike, vocabulary: Vocabulary | PathLike | None = None
 ) -> tuple[Vocabulary | None, int]:
     """Returns a checkpoint's vocabulary, or the one given, and its start token."""
-    checkpoint = open_checkpoint(resolve(path), None)
+    checkpoint = open_checkpoint(resolve(path), None, reads_vocabulary=vocabulary is None)
     return _choose_vocabulary(vocabulary, checkpoint), checkpoint.start_token or 0
 
 
 def load_shape(path: PathLike) -> ModelConfig:
     """Returns a checkpoint's configuration; reads no parameter."""
-    return open_checkpoint(resolve(path), None).config
+    return open_checkpoint(resolve(path), None, reads_vocabulary=False).config
 
 
 def check_written_dtype(dtype: npt.DTypeLike, format: str) -> str:
@@ -251,17 +251,20 @@ def resolve(path: PathLike) -> AnyPath:
     raise mismatch_error(path, kind, expected)
 
 
-def open_checkpoint(folder: AnyPath, config: T5Config | None) -> Checkpoint:
+def open_checkpoint(
+    folder: AnyPath, config: T5Config | None, reads_vocabulary: bool = True
+) -> Checkpoint:
     """Opens a checkpoint in the format that its folder's contents show; reads no parameter.
 
     Where the folder holds several, a note names the one that is read: this package's own, where
-    config.json is; else transformers' choice among Hugging Face's; else T5X's.
+    config.json is; else transformers' choice among Hugging Face's; else T5X's. Without
+    `reads_vocabulary`, the tokenizer of a Hugging Face folder, or beside T5X's, is not read.
     """
     arguments.check_kind("config", config, T5Config | None, "a T5Config")
     step, ours = t5x.find_step(folder), native_format.is_folder(folder)
     theirs = huggingface.list_weights(folder) if _is_theirs(folder) else []
     if step is not None and (config is not None or not (ours or theirs)):
-        checkpoint, read = _open_step(step, config), _list_parts(step, folder)[0]
+        checkpoint, read = _open_step(step, config, reads_vocabulary), _list_parts(step, folder)[0]
     elif config is not None:
         raise mismatch_error(
             folder, "config=", "it for a T5X checkpoint only (here is a config.json)"
@@ -272,7 +275,8 @@ def open_checkpoint(folder: AnyPath, config: T5Config | None) -> Checkpoint:
         got = f"{native_format.PARTS[kind]}, which only draft for their target"
         raise mismatch_error(folder, got, "a model")
     elif huggingface.is_folder(folder):
-        checkpoint, read = huggingface.open_folder(folder), next(iter(theirs), "")
+        checkpoint = huggingface.open_folder(folder, reads_vocabulary)
+        read = next(iter(theirs), "")
     elif (folder / "adapter_config.json").exists():
         raise ValueError(f"{folder}: got {_ADAPTER}")
     else:
@@ -297,10 +301,10 @@ def _list_parts(step: AnyPath | None, folder: AnyPath) -> list[str]:
     return [places.describe_below(path, folder) for path in paths if path.exists()]
 
 
-def _open_step(step: AnyPath, config: T5Config | None) -> Checkpoint:
+def _open_step(step: AnyPath, config: T5Config | None, reads_vocabulary: bool) -> Checkpoint:
     if not native_format.is_folder(step, "t5x"):
         checkpoint = t5x.open_step(step, config)
-        vocabulary = _find_vocabulary(step, checkpoint.config)
+        vocabulary = _find_vocabulary(step, checkpoint.config) if reads_vocabulary else None
         return dataclasses.replace(checkpoint, vocabulary=vocabulary)
     described = native_format.open_description(step)  # `save` wrote it
     config = config or check_t5(str(step / "config.json"), described.config)

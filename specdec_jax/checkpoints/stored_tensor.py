@@ -140,14 +140,14 @@ class Checkpoint:
 def is_same_tensor(first: StoredTensor, second: StoredTensor) -> bool:
     """Returns whether two tensors are one, or have the same bits; a file may hold copies.
 
-    What is no matrix or vector of floating-point numbers is never the same: it is rejected by its
-    own name.
+    What is no matrix or vector of floating-point numbers, or has none, is never the same: it is
+    rejected by its own name.
     """
     if first is second or first.shape != second.shape:
         return first is second
     if first.dtype != second.dtype or first.dtype not in FLOATS:
         return False
-    if len(first.shape) not in (1, 2):
+    if len(first.shape) not in (1, 2) or not first.size:  # of no numbers there may be many rows
         return False
     one, two = (part.load(part.dtype).reshape(-1).view(np.uint8) for part in (first, second))
     return np.array_equal(one, two)
@@ -212,6 +212,8 @@ def fill_rows(
       block: bytes of a block in float32; None: as suits a local file.
     """
     out = np.empty(shape[::-1] if transpose else shape, dtype)
+    if not out.size:
+        return out
     if not shape:
         out[()] = read_rows(0, 1).reshape(())
         return out

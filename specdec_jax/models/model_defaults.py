@@ -168,10 +168,15 @@ class ModelDefaults:
         given = {name: options.get(name) for name in _FIELDS}
         left = {name: options.get(name) for name in _OTHERS}
         left = {name: it for name, it in left.items() if it not in (None, _OTHERS[name], [])}
-        forced = given["forced_eos_token_id"]
-        if isinstance(forced, list):  # of several, transformers takes the most probable one
-            given["forced_eos_token_id"] = forced[0] if len(forced) == 1 else None
-            left |= {"forced_eos_token_id": forced} if len(forced) > 1 else {}
+        for name in ("forced_bos_token_id", "forced_eos_token_id"):
+            if isinstance(forced := given[name], list):  # of several, it takes one
+                given[name] = forced[0] if len(forced) == 1 else None
+                left |= {name: forced} if len(forced) > 1 else {}
+        for name in ("max_length", "max_new_tokens"):  # a whole number counts in transformers
+            if isinstance(length := given[name], float) and length.is_integer():
+                given[name] = int(length)
+        if isinstance(ids := given["suppress_tokens"], list):  # no token has an id below 0
+            given["suppress_tokens"] = [i for i in ids if type(i) is not int or i >= 0]
         for name, (usual, (fits, expected)) in _FIELDS.items():
             value = given[name]
             if value is not None and not fits(value):

@@ -30,12 +30,20 @@ def special_token(folder: AnyPath, options: dict, name: str) -> str | None:
 
 def named_token(folder: AnyPath, options: dict, name: str) -> Any:
     """Returns a token as the folder's files give it, checked; None if none does."""
-    if options.get(name):
-        return options[name]
-    path = folder / "special_tokens_map.json"
-    if token := reading.read_optional_json(path).get(name):
-        token_text(token, path, name)
-    return token
+    if token := _read_old(folder, options, _MAP).get(name):
+        token_text(token, folder / _MAP, name)
+    return token or options.get(name)
+
+
+_MAP, _ADDED, _DECODER = "special_tokens_map.json", "added_tokens.json", "added_tokens_decoder"
+
+
+def _read_old(folder: AnyPath, options: dict, file: str) -> dict:
+    """Returns the contents of a file that counts before tokenizer_config.json.
+
+    As in transformers, if that has `added_tokens_decoder`, the file does not count at all.
+    """
+    return {} if _DECODER in options else reading.read_optional_json(folder / file)
 
 
 def token_text(token: Any, path: AnyPath, name: str) -> str:
@@ -54,27 +62,70 @@ def check_utf8(token: str, path: AnyPath) -> str:
     return token
 
 
+def list_special(folder: AnyPath, options: dict) -> list[str]:
+    """Returns the special tokens that the folder lists without names or ids."""
+    # transformers 5 calls them extra_special_tokens.
+    path, key = folder / "tokenizer_config.json", "additional_special_tokens"
+    listed = options.get("extra_special_tokens") or options.get(key)
+    listed = listed or _read_old(folder, options, _MAP).get(key) or []
+    listed = list(listed.values()) if isinstance(listed, dict) else listed
+    if type(listed) is not list:
+        raise mismatch_error(f"{path}: {key}", quote_value(listed), "a list of tokens")
+    return list(filter(None, (token_text(token, path, key) for token in listed)))
+
+
 def added_tokens(folder: AnyPath, options: dict) -> dict[str, int | None]:
     """Returns the tokens that the folder adds to its vocabulary, with ids where files give them."""
-    path, others = folder / "tokenizer_config.json", folder / "added_tokens.json"
-    # transformers 5 calls them extra_special_tokens.
-    key = "additional_special_tokens"
-    listed = options.get("extra_special_tokens") or options.get(key)
-    listed = listed or reading.read_optional_json(folder / "special_tokens_map.json").get(key) or []
-    listed = list(listed.values()) if isinstance(listed, dict) else listed
-    entries = options.get("added_tokens_decoder") or {}
+    path, others = folder / "tokenizer_config.json", folder / _ADDED
+    added: dict[str, int | None] = dict.fromkeys(list_special(folder, options))
+    entries = options.get(_DECODER) or {}
     numbers = entries if isinstance(entries, dict) else ["no object"]
-    if type(listed) is not list or not all(re.fullmatch(r"\d{1,9}", i) for i in numbers):
-        got = quote_value(entries if type(listed) is list else listed)
-        expected = "a list of tokens, and an object of tokens by id"
-        raise ValueError(f"{path}: got added tokens {got}, expected {expected}")
-    added: dict[str, int | None] = {token_text(token, path, key): None for token in listed}
-    added |= {
-        token_text(entry, path, "added_tokens_decoder"): int(i) for i, entry in entries.items()
-    }
-    numbered = reading.read_optional_json(others)
+    if not all(re.fullmatch(r"\d{1,9}", i) for i in numbers):
+        raise mismatch_error(
+            f"{path}: {_DECODER}", quote_value(entries), "an object of tokens by id"
+        )
+    added |= {token_text(entry, path, _DECODER): int(i) for i, entry in entries.items()}
+    numbered = _read_old(folder, options, _ADDED)
     for token, i in numbered.items():
         check_utf8(token, others)
         if type(i) is not int:
             raise mismatch_error(f"{others}: {quote_value(token)}", quote_value(i), "an id")
-    return added | numbered
+    return {token: i for token, i in (added | numbered).items() if token}  # as in transformers
+
+
+_NAMES = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token".split()
+_FLAGS = "lstrip", "rstrip", "single_word", "normalized", "special"  # of an added token
+
+
+def describe_added(folder: AnyPath, options: dict) -> list[dict[str, Any]]:
+    """Returns the tokens that the folder adds or names, in the order in which transformers does.
+
+    Those with ids come first, then those with a name, such as `eos_token`, then others.
+
+    Returns:
+      Arguments of `tokenizers.AddedToken`, with the `id` or None, and whether the token `replaces`
+      one with the same text, as those of `added_tokens_decoder`.
+    """
+    path = folder / "tokenizer_config.json"
+    ids, listed = added_tokens(folder, options), list_special(folder, options)
+    names = *_read_old(folder, options, _MAP), *options
+    own = [name for name in names if name.endswith("_token")]  # of a model, such as `image_token`
+    named = {}
+    for name in dict.fromkeys([*_NAMES, *own]):
+        token = named_token(folder, options, name)
+        if isinstance(token, str | dict) and token and (text := token_text(token, path, name)):
+            named[text] = token
+    decoder = {token_text(it, path, _DECODER): it for it in (options.get(_DECODER) or {}).values()}
+    numbers = {token: i for token, i in ids.items() if i is not None}
+    described = []
+    order = dict.fromkeys([*sorted(numbers, key=numbers.__getitem__), *named, *listed])
+    for token in order:
+        entry = (named | decoder).get(token)
+        given = entry if isinstance(entry, dict) else {}
+        flags = {name: bool(given[name]) for name in _FLAGS if name in given}
+        if token in named or (token in listed and token not in decoder):
+            flags["special"] = True
+        described.append(
+            {"id": ids.get(token), "content": token, "replaces": token in decoder} | flags
+        )
+    return described

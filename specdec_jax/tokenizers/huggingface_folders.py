@@ -11,6 +11,7 @@ from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.tokenizers import checks, piece_folders, vocabularies
 from specdec_jax.tokenizers.folder_options import (
     added_tokens,
+    describe_added,
     first_given,
     named_token,
     read_flag,
@@ -61,12 +62,22 @@ def open_folder(
     path = folder / "tokenizer_config.json"
     options = reading.read_optional_json(path)
     kind = _tokenizer_class(folder, options)
+    model = reading.read_optional_json(folder / "config.json").get("model_type")
+    named = kind or _CLASSES.get(str(model), "")
     if (folder / "tokenizer.json").exists():
+        kind = named if model == "mbart" else kind
         defaults = _GPT2_TOKENS if kind in _GPT2 else _ROBERTA_TOKENS
         token = special_token(folder, options, "eos_token") or defaults["eos_token"]
         around, file = _special_tokens_around(folder, options, kind), folder / "tokenizer.json"
+        space = read_flag(folder, options, "add_prefix_space")
         vocabulary = vocabularies.TokenizerJsonVocabulary.load(
-            file, eos_token=token, stop_ids=stop_ids, around=around
+            file,
+            eos_token=token,
+            stop_ids=stop_ids,
+            around=around,
+            added=describe_added(folder, options),
+            # As in transformers, other classes leave it to the file.
+            add_prefix_space=space if named in (*_GPT2, *_ROBERTA) else None,
         )
         # Neither the file nor its class names tokens.
         if vocabulary.frame is None and kind not in ("", *_T5):
@@ -75,20 +86,38 @@ def open_folder(
             ids = vocabulary.special_pieces()
             vocabulary.set_languages(piece_folders.read_languages(folder, options, kind, ids))
         return vocabulary
-    model = reading.read_optional_json(folder / "config.json").get("model_type")
-    kind = kind or _CLASSES.get(str(model), "")
-    if piece_folders.is_folder(folder, kind):
-        return piece_folders.open_folder(folder, options, kind)
+    if piece_folders.is_folder(folder, named):
+        return piece_folders.open_folder(folder, options, named)
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
-        return _byte_level_bpe(folder, options, kind, stop_ids)
-    if (folder / "spiece.model").exists() or kind.startswith("ByT5"):
-        return _add_sentinels(folder, options, kind, logits)
+        return _byte_level_bpe(folder, options, named, stop_ids)
+    if (folder / "spiece.model").exists() or named.startswith("ByT5"):
+        return _add_sentinels(folder, options, named, logits)
     return None
+
+
+_CLEAN_UP = "clean_up_tokenization_spaces"
+
+
+def list_notes(folder: AnyPath, vocabulary: Vocabulary | None) -> tuple[str, ...]:
+    """Returns lines about options of a folder's tokenizer that are left out.
+
+    transformers removes spaces before punctuation from decoded texts if an option says so, but not
+    for merges (BPE). The text of the first tokens would then change with those that follow.
+    """
+    options = reading.read_optional_json(folder / "tokenizer_config.json")
+    forced = options.get(f"{_CLEAN_UP}_for_bpe_even_though_it_will_corrupt_output")
+    if vocabulary is None or not read_flag(folder, options, _CLEAN_UP):
+        return ()
+    if getattr(vocabulary, "has_merges", False) and not forced:
+        return ()
+    does = "decoding here does not have, and does without"
+    return (f"{folder}: tokenizer_config.json also sets what {does}: {_CLEAN_UP}=True",)
 
 
 # The classes of models whose ids differ from those that the files alone give.
 _CLASSES = {
     "bart": "BartTokenizer",
+    "gpt2": "GPT2Tokenizer",
     "pegasus": "PegasusTokenizer",
     "mbart": "MBartTokenizer",
     "m2m_100": "M2M100Tokenizer",

@@ -10,7 +10,7 @@ from specdec_jax.files import reading
 from specdec_jax.files.places import AnyPath
 from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.tokenizers import languages
-from specdec_jax.tokenizers.folder_options import added_tokens, read_flag, special_token
+from specdec_jax.tokenizers.folder_options import describe_added, read_flag, special_token
 from specdec_jax.tokenizers.languages import Languages
 from specdec_jax.tokenizers.piece_tables import PieceTableVocabulary
 from specdec_jax.tokenizers.vocabularies import (
@@ -158,17 +158,21 @@ def _open_marian(folder: AnyPath, options: dict) -> PieceTableVocabulary:
     """Returns the vocabulary of Marian's files, or both vocabularies where they are separate."""
     file, target = folder / "vocab.json", folder / "target.spm"
     given: dict[str, Any] = _read_names(folder, options)
+    pieces = _read_pieces(file)
+    added = _list_added(folder, options, pieces)
+    tokens = [token["content"] for token in describe_added(folder, options)]
+    given["special"] = [token for token in tokens if token not in given.values()]
     if target.exists():
         given["target_spm"] = _read_bytes(target)
-    pieces = _read_pieces(file)
     if read_flag(folder, options, "separate_vocabs"):
-        given["target_pieces"] = _read_pieces(folder / "target_vocab.json")
+        given["target_pieces"] = _read_pieces(folder / "target_vocab.json") | added
     ids = {piece[2:-2]: i for piece, i in pieces.items() if re.fullmatch(">>.+<<", piece)}
     if ids:
         given["languages"] = Languages(ids, "none", "input")
     model = _read_bytes(folder / "source.spm")
     make = PieceTableVocabulary.make
-    return _make(file, make, pieces, model, after_unknown=" ", marian_codes=True, **given)
+    table = pieces | added
+    return _make(file, make, table, model, after_unknown=" ", marian_codes=True, **given)
 
 
 def _open_m2m(folder: AnyPath, options: dict) -> PieceTableVocabulary:
@@ -225,7 +229,7 @@ def _finish(
     **given: Any,
 ) -> PieceTableVocabulary:
     """Returns the vocabulary of a class with languages, from its table of pieces."""
-    added = _list_added(folder, options, table)
+    added = _list_added(folder, options, table, kind != _M2M)
     codes = {piece: i for piece, i in table.items() if re.fullmatch(LANGUAGES[kind].pattern, piece)}
     codes |= added
     special = [*codes, *(token for token in ("<s>", "<mask>") if token in table)]
@@ -277,6 +281,7 @@ def make_files(vocabulary: PieceTableVocabulary) -> dict[str, Any]:
         if content["target_pieces"] is not None:
             options["separate_vocabs"] = True
             files["target_vocab.json"] = content["target_pieces"]
+        options["added_tokens_decoder"] = _write_added(table, content["special"])
         return files | {"tokenizer_config.json": options}
     file = _PEGASUS if vocabulary.languages is None else _FAIRSEQ
     files, pieces = {file: source}, SentencePieceVocabulary(source, needs_eos=False).list_pieces()
@@ -293,9 +298,14 @@ def make_files(vocabulary: PieceTableVocabulary) -> dict[str, Any]:
     else:
         options |= named
         own = _number_fairseq(pieces, named["tokenizer_class"])
-    usual = dict(lstrip=False, normalized=False, rstrip=False, single_word=False, special=True)
-    added = {str(i): {"content": token} | usual for token, i in table.items() if token not in own}
+    added = _write_added(table, [token for token in table if token not in own])
     return files | {"tokenizer_config.json": options | {"added_tokens_decoder": added}}
+
+
+def _write_added(table: dict[str, int], tokens: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Returns the contents of `added_tokens_decoder` for tokens of a table."""
+    usual = dict(lstrip=False, normalized=False, rstrip=False, single_word=False, special=True)
+    return {str(table[token]): {"content": token} | usual for token in tokens}
 
 
 def _open_pegasus(folder: AnyPath, options: dict) -> PieceTableVocabulary:
@@ -317,11 +327,29 @@ def _number_pegasus(pieces: list[str]) -> dict[str, int]:
     return table | {piece: i for i, piece in enumerate(pieces, _OFFSET) if piece not in table}
 
 
-def _list_added(folder: AnyPath, options: dict, table: dict[str, int]) -> dict[str, int]:
-    """Returns added tokens that a table lacks; raises ValueError for one with another id there."""
-    added = {token: i for token, i in added_tokens(folder, options).items() if i is not None}
-    for token, i in added.items():
-        if table.get(token, i) != i:
-            got = f"added token {quote_value(token)} with id {i}"
-            raise mismatch_error(folder / "tokenizer_config.json", got, f"{table[token]}")
-    return {token: i for token, i in added.items() if token not in table}
+def _list_added(
+    folder: AnyPath, options: dict, table: dict[str, int], numbers: bool = True
+) -> dict[str, int]:
+    """Returns added tokens that a table lacks.
+
+    `numbers`: whether tokens without ids get the next ones. In transformers, those of M2M-100 get
+    the ids of languages.
+
+    Raises:
+      ValueError: a token has another id in the table, or none although `numbers` is false.
+    """
+    added: dict[str, int] = {}
+    last = max((i for i in table.values() if type(i) is int), default=-1)
+    for token in describe_added(folder, options):
+        content, i = token["content"], token["id"]
+        if i is not None and table.get(content, i) != i:
+            got = f"added token {quote_value(content)} with id {i}"
+            raise mismatch_error(folder / "tokenizer_config.json", got, f"{table[content]}")
+        if i is None and content not in table and not numbers:
+            got = f"added token {quote_value(content)} without an id"
+            expected = "added_tokens_decoder with its id"
+            raise mismatch_error(folder / "tokenizer_config.json", got, expected)
+        if content not in table:
+            added[content] = last + 1 if i is None else i
+            last = max(last, added[content])
+    return added

@@ -18,6 +18,7 @@ from specdec_jax.tokenizers import checks
 from specdec_jax.tokenizers.languages import Languages
 from specdec_jax.tokenizers.special_tokens import SpecialTokens
 from specdec_jax.tokenizers.vocabularies import (
+    SURROGATE,
     TOKENIZER_BYTES,
     SentencePieceVocabulary,
     Vocabulary,
@@ -217,6 +218,8 @@ def _read_table(name: str, pieces: Any) -> dict[str, int]:
         if not isinstance(pieces, dict) or not pieces:
             raise ValueError(f"got {quote_value(pieces)}, expected an object of pieces with ids")
         checks.check_ids(pieces.items())
+        if lone := next(filter(SURROGATE.search, pieces), None):
+            raise ValueError(f"got the piece {quote_value(lone)}, expected UTF-8 text")
     return pieces
 
 

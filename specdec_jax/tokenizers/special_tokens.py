@@ -104,35 +104,88 @@ def make_template(
     }
 
 
-_MOST_TOKENS = 1000  # special tokens beside sentinels; at every "<" of a text each of them is tried
+_MOST_TOKENS, _MOST_CHARACTERS = 1000, 100_000  # of all special tokens beside sentinels
+_SENTINEL = re.compile("<extra_id_[0-9]+>")
 
 
 class SpecialTokens:
-    """Finds the special tokens that a text spells out."""
+    """Finds the special tokens that a text spells out, in time in proportion to the text.
+
+    It is the machine of Aho and Corasick (1975) for the tokens read backwards: at each character of
+    a text that is read backwards, its state gives the longest token that begins there.
+    """
 
     def __init__(self, ids: dict[str, int]):
         """Takes the tokens with their ids; of sentinels there may be thousands.
 
         Raises:
-          ValueError: there are too many other tokens.
+          ValueError: there are too many other tokens, or too long ones.
         """
-        self.ids = ids
-        others = [token for token in ids if not token.startswith("<extra_id_")]
-        others.sort(key=len, reverse=True)
+        self.ids = {token: i for token, i in ids.items() if token}  # as in transformers
+        others = [token for token in self.ids if not token.startswith("<extra_id_")]
         if len(others) > _MOST_TOKENS:
             got = f"{len(others):,} special tokens"
             raise ValueError(f"got {got}, expected at most {_MOST_TOKENS:,}")
-        self._pattern = re.compile(f"({'|'.join([r'<extra_id_[0-9]+>', *map(re.escape, others)])})")
+        if (count := sum(map(len, others))) > _MOST_CHARACTERS:
+            got = f"special tokens of {count:,} characters"
+            raise ValueError(f"got {got}, expected at most {_MOST_CHARACTERS:,}")
+        first = {"<", *(token[0] for token in others)}
+        self._first = re.compile(f"[{re.escape(''.join(first))}]")
+        self._add_states(others)
+
+    def _add_states(self, tokens: list[str]) -> None:
+        """Adds for each state the next one by character, the one to fall back to, and a length."""
+        self._next: list[dict[str, int]] = [{}]
+        self._longest = [0]
+        for token in tokens:
+            state = 0
+            for character in reversed(token):
+                state = self._next[state].setdefault(character, len(self._next))
+                if state == len(self._next):
+                    self._next.append({})
+                    self._longest.append(0)
+            self._longest[state] = len(token)
+        self._fallback = [0] * len(self._next)
+        queue = list(self._next[0].values())
+        for state in queue:
+            for character, child in self._next[state].items():
+                back = self._step(self._fallback[state], character)
+                self._fallback[child] = back
+                self._longest[child] = self._longest[child] or self._longest[back]
+                queue.append(child)
+
+    def _list_states(self, text: str) -> list[int]:
+        """Returns the states after each character of a text that is read backwards."""
+        following, fallback, state, states = self._next, self._fallback, 0, []
+        for character in reversed(text):  # `_step` inline: a call for each would take twice as long
+            while state and character not in following[state]:
+                state = fallback[state]
+            state = following[state].get(character, 0)
+            states.append(state)
+        return states
+
+    def _step(self, state: int, character: str) -> int:
+        while state and character not in self._next[state]:
+            state = self._fallback[state]
+        return self._next[state].get(character, 0)
 
     def split(self, text: str) -> list[str]:
         """Splits `text` around every special token.
 
         Even places of the result hold text, perhaps "", odd ones tokens.
         """
-        parts = [""]
-        for part in self._pattern.split(text):
-            if part in self.ids:
-                parts += [part, ""]
-            else:
-                parts[-1] += part
-        return parts
+        if not self._first.search(text):
+            return [text]
+        lengths = list(map(self._longest.__getitem__, self._list_states(text)))
+        lengths.reverse()  # of the token that begins at each character, or 0
+        for sentinel in _SENTINEL.finditer(text):
+            lengths[sentinel.start()] = len(sentinel[0])
+        parts, end, taken = [], 0, 0
+        for start in (place for place, length in enumerate(lengths) if length):
+            if start < end:
+                continue
+            end = start + lengths[start]
+            if text[start:end] in self.ids:
+                parts += [text[taken:start], text[start:end]]
+                taken = end
+        return [*parts, text[taken:]]

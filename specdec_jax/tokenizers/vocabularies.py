@@ -24,7 +24,7 @@ TOKENIZER_BYTES = 48 << 20  # the most bytes of a vocabulary's file; Gemma 3's h
 # The most characters of a text, some 300 pages: if it grows to thirty times as many, its ids take
 # half a gigabyte.
 LONGEST_TEXT = 1_000_000
-_SURROGATE = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which is no text
 
 
 def check_texts(name: str, texts: Iterable[str | None], first: int = 1) -> None:
@@ -41,7 +41,7 @@ def check_texts(name: str, texts: Iterable[str | None], first: int = 1) -> None:
         if len(text) > LONGEST_TEXT:
             got = f"a text of {len(text):,} characters"
             raise ValueError(f"{name} {number}: got {got}, expected at most {LONGEST_TEXT:,}")
-        if lone := _SURROGATE.search(text):
+        if lone := SURROGATE.search(text):
             reason = f"character {lone.start()} is half of a surrogate pair"
             got = f"{quote_value(text)}, which is not UTF-8 ({reason})"
             raise ValueError(f"{name} {number}: got {got}, expected UTF-8 text")
@@ -399,6 +399,8 @@ class TokenizerJsonVocabulary(Vocabulary):
         eos_token: str = "</s>",
         stop_ids: tuple[int, ...] = (),
         around: tuple[Sequence[str], Sequence[str]] | None = None,
+        added: Sequence[dict[str, Any]] = (),
+        add_prefix_space: bool | None = None,
     ):
         """Reads a tokenizer, and looks for the EOS id unless `eos_ids` are given.
 
@@ -410,16 +412,24 @@ class TokenizerJsonVocabulary(Vocabulary):
           stop_ids: ids at which the model stops, which the tokenizer need not have.
           around: tokens before and after a text, as the tokenizer's other files give them; None:
             the file's own.
+          added: tokens that the tokenizer's other files add, as `describe_added` returns them.
+          add_prefix_space: whether a byte-level tokenizer puts a space before a text, as its class
+            and other files say; None: as the file says.
 
         Raises:
-          ValueError: `text` is no tokenizer, what it puts around a text is no frame, or no
-            end-of-sequence token is found.
+          ValueError: `text` is no tokenizer, what it puts around a text is no frame, an added token
+            has another id than the next, or no end-of-sequence token is found.
         """
         import tokenizers
 
-        self.text = text
         content = reading.parse_json(text)
         self._growth = checks.check_content(content)
+        step = content.get("pre_tokenizer")
+        if isinstance(step, dict) and step.get("type") == "ByteLevel":
+            if add_prefix_space not in (None, step.get("add_prefix_space")):
+                step["add_prefix_space"] = add_prefix_space
+                text = json.dumps(content, ensure_ascii=False)
+        self.text = text
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
@@ -428,6 +438,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         # A saved tokenizer may carry the truncation and padding of the program that saved it.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._add_tokens(content, added)
         self._tokenizer.post_processor = None  # it is read, not run: for some contents it panics
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._check_encodes()
@@ -453,11 +464,30 @@ class TokenizerJsonVocabulary(Vocabulary):
         self.pad_id = self._tokenizer.token_to_id("<pad>")
         # Further EOS ids may be ordinary tokens, such as a full stop.
         self._dropped = {i for i in (self.eos_ids[0], self.pad_id) if i is not None}
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._no_text = {i for i, token in added.items() if token.special} | self._dropped
+        self._no_text = {*self.special_pieces().values(), *self._dropped}
+        model = content.get("model")
+        self.has_merges = isinstance(model, dict) and "merges" in model
         runs = "ByteFallback" in json.dumps(content.get("decoder"))
         pieces = [f"<0x{byte:02X}>" for byte in range(256 if runs else 0)]
         self._bytes = frozenset(map(self._tokenizer.token_to_id, pieces))
+
+    def _add_tokens(self, content: dict, added: Sequence[dict[str, Any]]) -> None:
+        """Adds tokens as transformers does, behind all ids, and writes them into `text`."""
+        import tokenizers
+
+        known = _read_added(self._tokenizer)
+        texts = {token["content"] for token in known}
+        left = [token for token in added if token["replaces"] or token["content"] not in texts]
+        new = [it for it in left if self._tokenizer.token_to_id(it["content"]) is None]
+        arguments = [{n: it[n] for n in it if n not in ("id", "replaces")} for it in left]
+        self._tokenizer.add_tokens([tokenizers.AddedToken(**given) for given in arguments])
+        for token in new:
+            text, i = token["content"], token["id"]
+            if i not in (None, found := self._tokenizer.token_to_id(text)):
+                got = f"the added token {quote_value(text)} with id {i}"
+                raise ValueError(f"got {got}, expected {found}, the next id")
+        if (tokens := _read_added(self._tokenizer)) != known:
+            self.text = json.dumps(content | {"added_tokens": tokens}, ensure_ascii=False)
 
     def special_pieces(self) -> dict[str, int]:
         """Returns the ids of the special tokens that the file adds, by their text."""
@@ -530,3 +560,9 @@ class TokenizerJsonVocabulary(Vocabulary):
         pad = "<pad>" if self.given_pad_id is None else decoder.get(self.given_pad_id)
         names = {"eos_token": eos, "pad_token": str(pad), "unk_token": "<unk>"}
         return {name: added[token] for name, token in names.items() if token in added}
+
+
+def _read_added(tokenizer: Any) -> list[dict[str, Any]]:
+    """Returns the added tokens of a tokenizer, as a tokenizer.json has them."""
+    decoder = tokenizer.get_added_tokens_decoder()
+    return [{"id": i} | token.__getstate__() for i, token in sorted(decoder.items())]

@@ -258,6 +258,19 @@ def test_t5x_vocabularies(tmp_path):
         loader.load(tmp_path, "float32", vocabulary=tmp_path / "absent.model")
 
 
+@pytest.mark.parametrize("given", [vocabularies.ByteVocabulary(3), SPIECE])
+def test_a_tokenizer_that_is_rejected_can_be_replaced(given, tmp_path):
+    make.write_hf(tmp_path, make.to_tensors(WIDE_PARAMS), vocab_size=WIDE.vocab_size)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "XTokenizer"}')
+    for name, content in (("vocab.json", '{"a": 0}'), ("merges.txt", "#version: 0.2\n")):
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match="vocab.json: got the files of a XTokenizer, expected"):
+        loader.load(tmp_path, "float32")
+    found = loader.load(tmp_path, "float32", vocabulary=given).vocabulary
+    assert found.size == (262 if given is not SPIECE else 200)
+    assert loader.load_shape(tmp_path).vocab_size == WIDE.vocab_size
+
+
 def test_a_hugging_face_folder_brings_its_vocabulary(tmp_path):
     wide = dataclasses.replace(TINY, vocab_size=328)
     make.write_hf(tmp_path, make.to_tensors(make.random_params(wide)), vocab_size=328)
@@ -410,3 +423,55 @@ def test_bundled_names(tmp_path, monkeypatch):
     model = loader.load("ende/target", "float32")
     assert_params(model)
     assert model.name == "ende/target"
+
+
+ALIASES = {
+    "hf_gpt2": {"num_attention_heads": "n_head", "hidden_size": "n_embd"}
+    | {"num_hidden_layers": "n_layer", "max_position_embeddings": "n_positions"},
+    "hf_t5_1_1": {"num_attention_heads": "num_heads", "hidden_size": "d_model"}
+    | {"num_hidden_layers": "num_layers", "head_dim": "d_kv"},
+    "hf_bart/bart": {"num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model"}
+    | {"num_hidden_layers": "encoder_layers"},
+}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_other_names_of_options_count_first_as_in_transformers(name, tmp_path):
+    shutil.copytree(GOLDEN / name, tmp_path, dirs_exist_ok=True)
+    options, expected = (
+        json.loads((tmp_path / "config.json").read_text()),
+        loader.load_shape(tmp_path),
+    )
+    moved = {other: options.pop(usual) for other, usual in ALIASES[name].items()}
+    wrong = {usual: 3 for usual in ALIASES[name].values()}
+    for given in (moved, wrong | moved):
+        (tmp_path / "config.json").write_text(json.dumps(options | given))
+        assert loader.load_shape(tmp_path) == expected
+
+
+BLOCKS = {
+    # The first logits of transformers 5.24, with these options beside feed_forward_proj.
+    "relu": ("hf_t5_1_1", {"dense_act_fn": "relu"}, [0.7600811, -4.9777308, -5.5685964]),
+    "gelu": ("hf_t5_1_0", {"dense_act_fn": "gelu_new"}, [5.6980119, -11.5992833, 0.6851150]),
+    "gateless": (
+        "hf_t5_1_0",
+        {"feed_forward_proj": "gated-relu", "is_gated_act": False},
+        [4.1624246, -12.0405359, 0.2456874],
+    ),
+}
+
+
+@pytest.mark.parametrize("name, changes, expected", BLOCKS.values(), ids=BLOCKS)
+def test_t5s_other_options_of_the_feed_forward_block_count(name, changes, expected, tmp_path):
+    shutil.copytree(GOLDEN / name, tmp_path, dirs_exist_ok=True)
+    options = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(options))
+    logits = loader.load(tmp_path, "float32").logits([[5, 6, 7, 8]], [[0, 9, 10, 11]])
+    np.testing.assert_allclose(np.asarray(logits)[0, 0, :3], expected, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("name, value", [("dense_act_fn", "gelu"), ("is_gated_act", "yes")])
+def test_unknown_options_of_the_feed_forward_block_are_rejected(name, value, tmp_path):
+    make.write_hf(tmp_path, TENSORS, **{name: value})
+    with pytest.raises(ValueError, match=f"{name}: got '{value}', expected "):
+        loader.load_shape(tmp_path)

@@ -25,6 +25,7 @@ DECODED = [name for name, case in CASES.items() if "tokens" in case]
 # The fields of the others are among those of these.
 QUICK = ("none", "max_length", "both maxima", "last", "min_new_tokens", "too long a minimum")
 QUICK += ("beams, early", "beams, processed", "neutral", "everything", "old config.json", "prompts")
+QUICK += ("old config.json, first", "unusual values", "no end")
 SAMPLED = [name for name, case in CASES.items() if "scores" in case]
 
 
@@ -267,7 +268,7 @@ WRONG = {
     "temperature": [1],
     "do_sample": "yes",
     "bad_words_ids": [3],
-    "suppress_tokens": [-1],
+    "suppress_tokens": [-1, True],
     "early_stopping": "soon",
     "repetition_penalty": float("nan"),
 }

@@ -291,14 +291,23 @@ def test_what_is_not_supported_is_rejected_in_one_line(case, tmp_path):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_an_mbart_without_a_language_is_rejected(tmp_path):
-    shutil.copytree(GOLDEN / "hf_bart" / "mbart", tmp_path / "model")
-    for file in ("config.json", "generation_config.json"):
-        options = json.loads((tmp_path / "model" / file).read_text())
-        options.pop("decoder_start_token_id", None)
-        (tmp_path / "model" / file).write_text(json.dumps(options))
+def test_an_mbart_without_a_start_token_starts_with_bos(tmp_path):
+    """The tokens are those of transformers 5.24, which needs one of the two ids as well."""
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDEN / "hf_bart" / "mbart", folder)
+    (folder / "generation_config.json").unlink()
+    options = json.loads((folder / "config.json").read_text())
+    del options["decoder_start_token_id"]
+    inputs = [[37, 28, 23, 14, 16, 5, 6, 4, 10, 2]]
+    for bos, tokens in ((0, [12, 41]), (3, [46, 40])):
+        (folder / "config.json").write_text(json.dumps(options | {"bos_token_id": bos}))
+        target = sd.load(folder, "float32", say=lambda line: None)
+        found = sd.generate(target, inputs, max_new_tokens=8).tokens.tolist()
+        assert found == [[*tokens, 40, 40, 40, 40, 40, 2]]
+    options.pop("bos_token_id", None)
+    (folder / "config.json").write_text(json.dumps(options))
     with pytest.raises(ValueError, match=r"the start tokens \(\), expected one"):
-        sd.load(tmp_path / "model", "float32", say=lambda line: None)
+        sd.load(folder, "float32", say=lambda line: None)
 
 
 LANGUAGES = {
@@ -306,6 +315,7 @@ LANGUAGES = {
     "NllbTokenizerFast": ({"src_lang": "deu_Latn"}, ["deu_Latn", "a", "</s>"]),
     "MBart50Tokenizer": ({"src_lang": "de_DE"}, ["de_DE", "a", "</s>"]),
     "MBartTokenizer": ({"src_lang": "en_XX"}, ["a", "</s>", "en_XX"]),
+    "": ({"src_lang": "de_DE"}, ["a", "</s>", "de_DE"]),  # config.json says that it is an mBART
 }
 
 
@@ -318,6 +328,7 @@ def test_the_class_puts_the_language_beside_a_text(kind, tmp_path):
     tokenizer.add_special_tokens([name for name in names if name != "a"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     config = tmp_path / "tokenizer_config.json"
+    (tmp_path / "config.json").write_text('{"model_type": "mbart"}')
     config.write_text(json.dumps({"tokenizer_class": kind} | options))
     vocabulary = huggingface_folders.open_folder(tmp_path, (1,))
     assert vocabulary.encode_input("a") == [ids[name] for name in expected]

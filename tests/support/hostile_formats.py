@@ -54,6 +54,13 @@ HEADERS = {
     "a name with a line's end": header({"a\nb": entry(0, 4)}, bytes(4)),
     "a name of 100,000 letters": header({"a" * 100_000: entry(0, 4)}, bytes(4)),
     "other tensors": header({"a": entry(0, 4)}, bytes(4)),
+    # They may be one tensor, and so are compared.
+    "rows of no numbers": header(
+        {
+            f"{stack}.embed_tokens.weight": entry(0, 0, (2**50, 0))
+            for stack in ("encoder", "decoder")
+        }
+    ),
 }
 for name, damage in HEADERS.items():
     case(
@@ -61,7 +68,7 @@ for name, damage in HEADERS.items():
         "safetensors",
         WEIGHTS,
         damage,
-        names="model" if name in ("other tensors", "integers") else None,
+        names="model" if name in ("other tensors", "integers", "rows of no numbers") else None,
     )
 INDEX = "model.safetensors.index.json"
 SHARD = "model-00001-of-00003.safetensors"

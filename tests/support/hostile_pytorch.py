@@ -109,6 +109,14 @@ TENSORS = {
 for shown, damaged in TENSORS.items():
     named = "model" if shown in ("zeros by stride 0", "integers") else None
     case(f"pytorch: {shown}", "pytorch", WEIGHTS, pickled(text("a"), damaged), names=named)
+NONE = tensor(storage("0", 8), (2**50, 0), (1, 1))
+case(
+    "pytorch: rows of no numbers",
+    "pytorch",
+    WEIGHTS,
+    pickled(text("encoder.embed_tokens.weight"), NONE, text("decoder.embed_tokens.weight"), NONE),
+    names="model",
+)
 case(
     "pytorch: one key, two storages",
     "pytorch",

@@ -99,7 +99,15 @@ def test_a_text_is_without_the_tokens_around_it(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["codet5", "codet5 fast", "two before", "t5's class decides", "no processor"]
+    "name",
+    [
+        "codet5",
+        "codet5 fast",
+        "two before",
+        "t5's class decides",
+        "no processor",
+        "json lacks a token of added_tokens_decoder",
+    ],
 )
 @pytest.mark.parametrize("form", ["specdec", "huggingface", "t5x"])
 def test_what_stands_around_a_text_survives_every_format(form, name, tmp_path):
@@ -259,6 +267,36 @@ def test_special_tokens_beside_sentinels_are_few():
         special_tokens.SpecialTokens(ids | {"<1000>": 0})
 
 
+def test_the_first_and_longest_special_tokens_are_found():
+    ids = {token: 0 for token in ("", "ab", "abc", "b", "cab", "<", "<extra_id_1>", "]")}
+    found = special_tokens.SpecialTokens(ids).split("xabcabd<extra_id_1>a]<extra_id_2><")
+    assert found == [
+        *("x", "abc", "", "ab", "d", "<extra_id_1>", "a"),
+        "]",
+        "<extra_id_2>",
+        "<",
+        "",
+    ]
+    assert special_tokens.SpecialTokens(ids).split("xyz") == ["xyz"]
+
+
+def test_many_long_special_tokens_take_time_in_proportion_to_a_text():
+    tokens = {"a" * 500 + f"{i:03d}": i for i in range(190)}
+    found = special_tokens.SpecialTokens(tokens).split("a" * 500_000 + "007")
+    assert found == ["a" * 499_500, "a" * 500 + "007", ""]  # took hours
+    with pytest.raises(ValueError, match="got special tokens of 100,001 characters, expected at"):
+        special_tokens.SpecialTokens({"a" * 100_001: 0})
+
+
+def test_an_empty_added_token_is_left_out_as_in_transformers(tmp_path):
+    for name in ("codet5", "codet5 fast"):
+        expected = opened(name, tmp_path / "plain" / name).encode("a bread")
+        found = opened(name, tmp_path / name, added_tokens={"": 310})
+        assert found.encode("a bread") == expected
+        found = opened(name, tmp_path / name, tokenizer_config={"additional_special_tokens": [""]})
+        assert found.encode("a bread") == expected
+
+
 @pytest.mark.parametrize("token", [220, -1, "1", True])
 def test_ids_around_a_text_must_be_ids(token):
     tokens = {"</s>": {"id": "</s>", "ids": [token], "tokens": ["</s>"]}}
@@ -330,9 +368,46 @@ def test_a_step_of_a_strange_type_is_rejected_in_one_line(tmp_path):
 
 def test_a_token_around_a_text_must_be_in_the_vocabulary(tmp_path):
     with pytest.raises(
-        ValueError, match="got '<cls>' around a text, expected a token of the vocabulary"
+        ValueError, match="got '<s>' around a text, expected a token of the vocabulary"
     ):
-        opened("codet5 fast", tmp_path, tokenizer_config={"cls_token": "<cls>"})
+        opened("no processor", tmp_path, tokenizer_config={"tokenizer_class": "RobertaTokenizer"})
+
+
+def test_an_added_token_with_another_id_than_the_next_is_rejected(tmp_path):
+    with pytest.raises(
+        ValueError, match="json: got the added token '<hl>' with id 299, expected 2"
+    ):
+        opened("codet5 fast", tmp_path, added_tokens={"<hl>": 299})
+    # transformers takes tokenizer.json's id of a token that is there.
+    vocabulary = opened("codet5 fast", tmp_path / "known", added_tokens={"<mask>": 299})
+    assert vocabulary.encode("<mask>") == [4] and vocabulary.size == 296
+
+
+# transformers 5.24 ignores the option for merges alone.
+CLEANED = {"spiece": True, "t5 fast": True, "byt5": True, "codet5": False, "gpt2 merges": False}
+BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+
+
+@pytest.mark.parametrize("name", CLEANED)
+def test_a_line_says_that_spaces_stay_before_punctuation(name, tmp_path):
+    flag = {"clean_up_tokenization_spaces": True}
+    for changes, expected in (({}, False), (flag, CLEANED[name]), (flag | {BPE: True}, True)):
+        vocabulary = opened(name, tmp_path, tokenizer_config=changes)
+        lines = huggingface_folders.list_notes(tmp_path, vocabulary)
+        end = "and does without: clean_up_tokenization_spaces=True"
+        assert [line.endswith(end) for line in lines] == [True] * expected
+
+
+def test_the_line_about_spaces_is_printed_when_the_model_is_loaded(tmp_path):
+    config = dataclasses.replace(make.TINY, vocab_size=328)
+    tensors = make.to_tensors(make.random_params(config))
+    make.write_hf(tmp_path, tensors, vocab_size=config.vocab_size)
+    build("spiece", tmp_path / "tokenizer", tokenizer_config={"clean_up_tokenization_spaces": True})
+    for name in ("spiece.model", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "tokenizer" / name, tmp_path)
+    printed: list[str] = []
+    sd.load(tmp_path, "float32", say=printed.append)
+    assert [line for line in printed if "clean_up" in line] == printed[:1]
 
 
 # Vocabularies and logits.

@@ -100,13 +100,40 @@ def test_transformers_reads_what_is_written(name, tmp_path):
         assert [theirs(text_target=line).input_ids for line in LINES] == case["target_ids"]
 
 
-@pytest.mark.parametrize("name", ["m2m_100", "nllb", "pegasus"])
+@pytest.mark.parametrize("name", ["m2m_100", "nllb", "pegasus", "marian", "marian separate"])
 def test_added_tokens_are_written(name, tmp_path):
     size = open_vocabulary(name, tmp_path / "plain").size
     added = {str(size + 1): {"content": "<new>"}, str(size): {"content": "<other>"}}
     vocabulary = open_vocabulary(name, tmp_path / "given", added_tokens_decoder=added)
     assert vocabulary.size == size + 2
     assert_written(vocabulary, tmp_path / "written", CASES[name]["model_type"])
+
+
+def test_a_language_beside_tokenizer_json_is_added(tmp_path):
+    """The ids are those of transformers 5.24."""
+    name, ids = "nllb tokenizer.json", [47, 116, 112, 131, 394, 56, 132, 145, 115, 2]
+    open_vocabulary(name, tmp_path)
+    known = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
+    added = {str(token.pop("id")): token for token in known}
+    added["394"] = known[-1] | {"content": "tyv_Cyrl", "lstrip": False, "normalized": False}
+    for source, first in (("eng_Latn", 237), ("tyv_Cyrl", 394)):
+        vocabulary = open_vocabulary(name, tmp_path, src_lang=source, added_tokens_decoder=added)
+        assert vocabulary.encode_input("Suppe tyv_Cyrl heiss") == [first, *ids]
+
+
+@pytest.mark.parametrize("listed", [["<sep>"], []])
+def test_marians_added_tokens_are_those_of_transformers(listed, tmp_path):
+    """The ids and the text are those of transformers 5.24."""
+    copy_folder("marian", tmp_path, additional_special_tokens=listed)
+    if not listed:
+        (tmp_path / "added_tokens.json").write_text('{"<sep>": 120}')
+    vocabulary = huggingface_folders.open_folder(tmp_path, (0,))
+    ids = [117, 42, 29, 27, 27, 3, 120, 2, 71, 12, 4, 4]
+    assert vocabulary.encode_input(">>deu<< Suppe <sep> heiss") == [*ids, 0]
+    if listed:
+        assert vocabulary.decode([5, 120, 6]) == "t<sep> r"
+    with pytest.raises(ValueError, match="config.json: got added token '<sep>' without an id, exp"):
+        open_vocabulary("m2m_100", tmp_path / "m2m", additional_special_tokens=["<sep>"])
 
 
 @pytest.mark.parametrize("name", TRANSLATING)
@@ -151,6 +178,27 @@ def test_marians_codes_of_languages(tmp_path):
         vocabulary.encode_input("Suppe")
     with pytest.raises(ValueError, match="source_language: got 'fra', expected none"):
         vocabulary.with_languages("fra", None)
+
+
+@pytest.mark.parametrize("name, file", [("m2m_100", "vocab"), ("marian separate", "target_vocab")])
+def test_a_piece_that_is_no_text_is_rejected(name, file, tmp_path):
+    copy_folder(name, tmp_path)
+    path = tmp_path / f"{file}.json"
+    table = json.loads(path.read_text())
+    table["\ud83d"] = table.pop(next(piece for piece, i in table.items() if i == 10))
+    path.write_text(json.dumps(table))
+    with pytest.raises(ValueError, match=rf"{file}.json: got the piece '\\ud83d', expected UTF-8"):
+        huggingface_folders.open_folder(tmp_path, (0,))
+
+
+@pytest.mark.parametrize("name", ["m2m_100", "pegasus", "marian"])
+def test_an_added_token_without_text_is_left_out(name, tmp_path):
+    """transformers 5.24 gives the same ids as without it; it would split texts everywhere."""
+    plain = open_vocabulary(name, tmp_path / "plain")
+    added = {str(plain.size): {"content": "", "special": True}}
+    found = open_vocabulary(name, tmp_path / "added", added_tokens_decoder=added)
+    assert found.size == plain.size
+    assert [found.encode(line) for line in LINES[:9]] == [plain.encode(line) for line in LINES[:9]]
 
 
 def test_separate_vocabularies_differ_in_both_tables(tmp_path):

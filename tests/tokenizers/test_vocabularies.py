@@ -165,7 +165,7 @@ ENDS = {
         None,
         (2,),
     ),
-    "named, but not there": (NO_PROCESSOR, {"tokenizer_config.json": "<end>"}, (95,), (1, 95)),
+    "named, and so added": (NO_PROCESSOR, {"tokenizer_config.json": "<end>"}, (95,), (220, 95)),
     "the processor knows best": ({}, {"tokenizer_config.json": token(2)}, (95,), (1, 95)),
     "none but the model's": (dict(**NO_PROCESSOR, renamed=True), {}, (95, 1), (95, 1)),
 }
