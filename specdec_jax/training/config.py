@@ -105,6 +105,7 @@ class ExamplesConfig(RunConfig):
         self._set_schedule("decay_steps", self.decay_share, self.warmup_steps)
         for name in ("warmup_steps", "decay_steps", "seed"):
             self.expect(name, getattr(self, name) >= 0, "at least 0")
+        self.expect("seed", self.seed < 2**31, f"at most {2**31 - 1}")  # an int32 under jit
         parts = (self.warmup_steps or 0) + (self.decay_steps or 0)
         expected = f"at least warmup_steps + decay_steps = {parts}"
         self.expect("steps", parts <= self.steps, expected)

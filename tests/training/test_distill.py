@@ -402,6 +402,7 @@ def test_other_files_under_the_same_paths_are_rejected(
             "got no source of at most 2 tokens, expected at least one",
         ),
         (dict(steps=3), "steps: got 3, expected at least warmup_steps"),
+        (dict(seed=2**31), "seed: got 2147483648, expected at most 2147483647"),
     ],
 )
 def test_bad_settings_are_rejected_before_anything_is_decoded(
