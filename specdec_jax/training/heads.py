@@ -79,6 +79,9 @@ class HeadsTrainConfig(ExamplesConfig):
         allowed = allowed and (self.backbone_weight > 0) == self.trains_backbone
         expected = "a number above 0 with a backbone_learning_rate, 0 without"
         self.expect("backbone_weight", allowed, expected)
+        # The loss of a target that is trained has its own cross-entropy.
+        unused = self.soft_weight == 1 and self.label_smoothing > 0 and not self.trains_backbone
+        self.expect("label_smoothing", not unused, "0 with soft_weight = 1")
 
     @property
     def trains_backbone(self) -> bool:

@@ -96,8 +96,11 @@ class DistillConfig(TeacherConfig):
         if not self.greedy and not self.samples:
             expected = "at least 1: there is nothing to learn from"
             raise ValueError(f"samples: got 0 without greedy outputs, expected {expected}")
-        positive = not self.samples or 0 < self.temperature < float("inf")
+        positive = 0 < self.temperature < float("inf")
         self.expect("temperature", positive, "a positive number (greedy is 0)")
+        default = DistillConfig.temperature
+        unused = not self.samples and self.temperature != default
+        self.expect("temperature", not unused, f"{default} without samples")
         check_buckets(self.buckets, self.batch_tokens)
         longest = self.buckets[-1]
         expected = f"at most the longest bucket, {longest}"

@@ -228,6 +228,10 @@ def test_a_target_that_is_trained_too_is_written_beside_its_heads(settings, tmp_
     [
         (dict(soft_weight=1.5), r"soft_weight: got 1.5, expected a number in \[0, 1\]"),
         (
+            dict(soft_weight=1.0, label_smoothing=0.1),
+            "label_smoothing: got 0.1, expected 0 with soft_weight = 1",
+        ),
+        (
             dict(backbone_weight=1.0),
             "backbone_weight: got 1.0, expected a number above 0 with a backbone_learning_rate",
         ),

@@ -387,6 +387,7 @@ def test_other_files_under_the_same_paths_are_rejected(
         (dict(drafter=None, drafter_shape=(8, 2, 4, 1, 0, 16)), "num_decoder_layers: got 0"),
         (dict(greedy=False, samples=0), "samples: got 0 without greedy outputs"),
         (dict(temperature=0.0), "temperature: got 0.0"),
+        (dict(samples=0, temperature=0.7), "temperature: got 0.7, expected 1.0 without samples"),
         (dict(shard_size=0), "shard_size: got 0"),
         (dict(buckets=(16, 8)), "buckets: got"),
         (dict(batch_tokens=8), "batch_tokens: got 8, expected at least the longest bucket, 32"),
