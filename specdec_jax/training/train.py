@@ -187,6 +187,7 @@ class Run:
             config.label_smoothing,
             start_token=choose_start(config, ids),
             masks=config.masks,
+            mask_token=ids.start_token,  # as of `ParallelDrafter`, whatever the language is
         )
         self.teacher_params = None
         if teacher is not None:
