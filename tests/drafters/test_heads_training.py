@@ -19,6 +19,7 @@ from specdec_jax.models import heads as heads_module
 from specdec_jax.models.heads import Heads, HeadsConfig
 from specdec_jax.tokenizers import vocabularies
 from specdec_jax.training import heads as training_heads
+from specdec_jax.training import run_folder, train
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -258,6 +259,12 @@ def test_bad_settings(settings, tmp_path, change, message):
 def test_bad_files(settings, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         training_heads.fit(settings(tmp_path, **change))
+
+
+def test_no_model_is_exported_of_a_run_of_heads(settings, tmp_path):
+    run_folder.record_settings(settings(tmp_path), tmp_path)
+    with pytest.raises(ValueError, match="got a run of heads .*, expected one that trains a model"):
+        train.export(tmp_path, tmp_path / "model")
 
 
 def test_a_target_without_a_vocabulary_is_rejected(settings, tmp_path):
