@@ -430,6 +430,14 @@ def test_a_new_drafter_is_shaped_like_its_target_for_the_rest(models, language, 
     assert given == dataclasses.replace(expected, matmul_dtype="bfloat16")
 
 
+def test_one_file_may_be_a_string(tmp_path):
+    files = dict(source_files="src.txt", validation_files="more.txt", data_dir=str(tmp_path))
+    config = distill.DistillConfig(buckets=[8, 16], **files)
+    assert config.paths("source_files") == [tmp_path / "src.txt"]
+    assert config.paths("validation_files") == [tmp_path / "more.txt"]
+    assert config.buckets == (8, 16)
+
+
 def test_configuration():
     gin.clear_config()
     gin.parse_config_file(str(CONFIGS.parent / "distill" / "ende.gin"))
