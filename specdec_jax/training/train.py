@@ -238,6 +238,9 @@ class Run:
             output, self.saved.step, vocabulary, dict(zip(names, paths))
         )
         self.ids.write(output)
+        digests = reading.read_json(output / "contents.json")["files"]
+        own = sorted(digests[name] for name in config.validation_files)
+        self.saved.validation_files = digest(value.encode() for value in own)
         return changed
 
     def begin(self) -> TrainState:
