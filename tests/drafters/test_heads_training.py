@@ -261,6 +261,19 @@ def test_bad_files(settings, tmp_path, change, message):
         training_heads.fit(settings(tmp_path, **change))
 
 
+def test_targets_of_one_token_are_rejected(settings, tmp_path):
+    """Heads predict none of them, and a mean over no token is not a number."""
+    (tmp_path / "short.tsv").write_text("a house\tx\t1\n" * 3)
+    (tmp_path / "long.tsv").write_text("a house\tx\t5 1\n" * 3)
+    given = dict(data_dir=str(tmp_path), train_files="long.tsv")
+    for files, message in (
+        (dict(validation_files=["long.tsv", "short.tsv"]), "short.tsv: got targets of one token"),
+        (dict(validation_files="long.tsv", train_files="short.tsv"), "train_files: got targets of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            training_heads.fit(settings(tmp_path / "run", **given | files))
+
+
 def test_no_model_is_exported_of_a_run_of_heads(settings, tmp_path):
     run_folder.record_settings(settings(tmp_path), tmp_path)
     with pytest.raises(ValueError, match="got a run of heads .*, expected one that trains a model"):
