@@ -263,8 +263,8 @@ def test_bad_files(settings, tmp_path, change, message):
 
 def test_targets_of_one_token_are_rejected(settings, tmp_path):
     """Heads predict none of them, and a mean over no token is not a number."""
-    (tmp_path / "short.tsv").write_text("a house\tx\t1\n" * 3)
-    (tmp_path / "long.tsv").write_text("a house\tx\t5 1\n" * 3)
+    (tmp_path / "short.tsv").write_text("a word\tx\t1\n" * 3)
+    (tmp_path / "long.tsv").write_text("a word\tx\t5 1\n" * 3)
     given = dict(data_dir=str(tmp_path), train_files="long.tsv")
     for files, message in (
         (dict(validation_files=["long.tsv", "short.tsv"]), "short.tsv: got targets of one token"),
