@@ -5,10 +5,10 @@ import sys
 from collections.abc import Iterator
 
 from specdec_jax.checkpoints import loader
-from specdec_jax.commands.options import check_at_least
 from specdec_jax.decoding.checks import unsupported
 from specdec_jax.drafters.named import NGRAMS, SORTED
 from specdec_jax.drafters.ngram import NGramDrafter
+from specdec_jax.drafters.ngram_table import check_ranges
 from specdec_jax.drafters.suffix import SuffixDrafter
 from specdec_jax.files.progress import track
 from specdec_jax.files.writing import check_output
@@ -59,7 +59,7 @@ class CountOptions:
         if not self.output or not self.output.endswith(end):
             expected = f"the name of a file that ends in {end}"
             raise ValueError(f"output: got {self.output!r}, expected {expected}")
-        check_at_least(1, order=self.order, continuations=self.continuations)
+        check_ranges(self.order, self.continuations)
         for name in ("order", "continuations", "sampled") if self.suffix else ():
             got, default = getattr(self, name), getattr(CountOptions, name)
             if got != default:
@@ -78,6 +78,8 @@ def run(options: CountOptions) -> None:
         raise ValueError(f"target: got {options.target} without a vocabulary, expected {expected}")
     vocabulary = vocabulary.with_languages(options.source_language, options.target_language)
     pairs = [pair for path in options.input_file for pair in _read_pairs(path)]
+    if not pairs:
+        raise ValueError("input_file: got no text, expected at least one output")
     size = min(vocabulary.size, config.vocab_size)
     if options.suffix:
         before, encode = [start_token], vocabulary.encode_input

@@ -110,7 +110,9 @@ def describe_outcome(config: DistillConfig) -> list[str]:
     log = (output / "log.jsonl").read_text(encoding="utf-8").splitlines()
     records = [record for record in map(json.loads, log) if "validation_loss" in record]
     validations = {record["step"]: record for record in records}
-    kept = Checkpoints(output, select=config.select).best.best_step()
+    best = Checkpoints(output, select=config.select).best
+    kept = best.best_step()
+    after = None if kept is None else best.metrics(kept)
     model, sources = (
         mirrors.name_inside(config.output_dir, name) for name in ("model", VALIDATION)
     )
@@ -119,14 +121,20 @@ def describe_outcome(config: DistillConfig) -> list[str]:
     languages = {name: getattr(config, name) for name in ("source_language", "target_language")}
     command += [f"--{name}={code}" for name, code in languages.items() if code]
     command += [f"--input_file={sources}", "--limit=100"]
-    return [*_compare(validations, kept, config.select), f"next: {shlex.join(command)}"]
+    return [*_compare(validations, kept, after, config.select), f"next: {shlex.join(command)}"]
 
 
-def _compare(validations: dict[int, dict[str, Any]], kept: int | None, select: str) -> list[str]:
-    before, after = validations.get(0), validations.get(-1 if kept is None else kept)
-    if after is None:
+def _compare(
+    validations: dict[int, dict[str, Any]], kept: int | None, after: Any, select: str
+) -> list[str]:
+    """Returns lines on the step that was kept, if one was, which has the figures `after`.
+
+    A kill may have taken it from the log.
+    """
+    before = validations.get(0)
+    if kept is None:
         return ["kept: the newest parameters, since no validation loss was finite"]
-    best = f"kept: step {kept} of {max(validations)}, the best by {select}"
+    best = f"kept: step {kept} of {max([kept, *validations])}, the best by {select}"
     if before is None:
         shown = ", ".join(f"{name} {after[name]:.4f}" for name in _FIGURES)
         return [f"{best}: {shown} on the target's outputs for other sources"]

@@ -44,6 +44,12 @@ _UNREADABLE = (
 _LEAST_BYTES, _COMPRESSION, _MOST_ARRAYS = 1 << 24, 50, 100
 
 
+def check_ranges(order: Any, continuations: Any) -> None:
+    """Raises ValueError for numbers that no table has."""
+    arguments.check_integer("order", order, 1, _MAX_ORDER)
+    arguments.check_integer("continuations", continuations, 1, _MAX_CONTINUATIONS)
+
+
 def count_contexts(
     sequences: Iterable[Sequence[int]],
     vocab_size: Any,
@@ -56,8 +62,7 @@ def count_contexts(
     Arguments as for `NGramDrafter.count`.
     """
     arguments.check_integer("vocab_size", vocab_size, 1, 2**31 - 1)
-    arguments.check_integer("order", order, 1, _MAX_ORDER)
-    arguments.check_integer("continuations", continuations, 1, _MAX_CONTINUATIONS)
+    check_ranges(order, continuations)
     if not arguments.is_integer(start_token) or not 0 <= start_token < vocab_size:
         got = arguments.quote(start_token)
         raise ValueError(f"start_token: got {got}, expected an id from 0 to {vocab_size - 1}")
@@ -113,6 +118,9 @@ def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not all(x.shape == () and np.issubdtype(x.dtype, np.integer) for x in numbers):
         got = f"{', '.join(NUMBERS)} that are no integers"
         raise ValueError(f"{path}: got {got}, expected an n-gram table")
+    sampled = values.get("sampled", np.False_)
+    if sampled.shape != () or sampled.dtype != bool:
+        raise ValueError(f"{path}: got a sampled that is no bool, expected an n-gram table")
     sizes = [int(number) for number in numbers]
     if not _is_sound(arrays, sizes):
         got = "arrays that contradict each other"
@@ -187,7 +195,8 @@ def _is_sound(arrays: Sequence[np.ndarray], numbers: Sequence[int]) -> bool:
         and np.all(np.diff(key) > 0)
         and np.all((0 <= next_tokens) & (next_tokens < vocab_size))
         and np.all((0 <= extras) & (extras < vocab_size))
-        and counts.min() >= 1
-        and unigram.min() >= 0
+        and 1 <= counts.min() <= counts.max() < 2**31  # they become int32
+        and 0 <= unigram.min() <= unigram.max() < 2**31
+        and unigram.any()
         and (order == 1) == (len(parents) == 0)
     )

@@ -137,7 +137,7 @@ class SuffixHistory:
 
     @isolated
     def restore(self, path: str | os.PathLike) -> None:
-        """Adds the texts of a file that `save` wrote.
+        """Adds the texts of a file that `save` wrote, without those too long for this capacity.
 
         Raises:
           ValueError: the file is damaged, or is of another vocabulary.
@@ -146,7 +146,10 @@ class SuffixHistory:
         expected = TextInfo(self._vocab_size, self._fingerprint, info.checksum)
         if info != expected:
             raise mismatch_error(path, "texts of another vocabulary", "those of this target")
-        self._new.append(np.array(text.ids, np.int32))
+        ids = np.array(text.ids, np.int32)
+        sizes = np.diff(np.flatnonzero(ids == 0), prepend=-1)  # each with the 0 behind it
+        kept = np.repeat(sizes <= self._capacity // 2, sizes)  # as `_keep` does
+        self._new.append(ids[: len(kept)][kept])
         self.learn()
 
     def summary(self) -> str:

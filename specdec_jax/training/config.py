@@ -58,6 +58,12 @@ class RunConfig:
         """Returns the paths of the files in the field `name`, within `data_dir`."""
         return [places.join(self.data_dir, file) for file in getattr(self, name)]
 
+    def make_tuples(self, *names: str) -> None:
+        """Turns fields into tuples: a string is one item, and what is empty has none."""
+        for name in names:
+            value = getattr(self, name) or ()
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+
     def shared_settings(self) -> dict[str, Any]:
         """Returns the settings that a `TrainConfig` has too."""
         names = {field.name for field in dataclasses.fields(self)}
@@ -93,9 +99,7 @@ class ExamplesConfig(RunConfig):
     label_smoothing: float = make_option(0.1, "probability that is spread over the vocabulary")
 
     def __post_init__(self) -> None:
-        for name in ("train_files", "validation_files", "buckets", "target_buckets"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        self.make_tuples("train_files", "validation_files", "buckets", "target_buckets")
         for name in ("train_files", "validation_files"):
             self.expect(name, len(getattr(self, name)) > 0, "at least one file")
         self.expect("output_dir", bool(self.output_dir), "a folder for the run")
@@ -105,6 +109,7 @@ class ExamplesConfig(RunConfig):
         self._set_schedule("decay_steps", self.decay_share, self.warmup_steps)
         for name in ("warmup_steps", "decay_steps", "seed"):
             self.expect(name, getattr(self, name) >= 0, "at least 0")
+        self.expect("seed", self.seed < 2**31, f"at most {2**31 - 1}")  # an int32 under jit
         parts = (self.warmup_steps or 0) + (self.decay_steps or 0)
         expected = f"at least warmup_steps + decay_steps = {parts}"
         self.expect("steps", parts <= self.steps, expected)

@@ -74,6 +74,8 @@ class EagleTrainConfig(ExamplesConfig):
         self.expect("depth", 1 <= self.depth <= 16, "a number from 1 to 16")
         self.expect("depth_weight", 0 < self.depth_weight <= 1, "a number in (0, 1]")
         self.expect("soft_weight", 0 <= self.soft_weight <= 1, "a number in [0, 1]")
+        unused = self.soft_weight == 1 and self.label_smoothing > 0
+        self.expect("label_smoothing", not unused, "0 with soft_weight = 1")
         finite = 0 <= self.model_learning_rate < float("inf")
         self.expect("model_learning_rate", finite, "at least 0")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from specdec_jax.backends.jax_settings import isolated
@@ -18,6 +19,7 @@ from specdec_jax.checkpoints import converter, loader
 from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.files import mirrors
 from specdec_jax.files.progress import print_line
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_weight, init_params
@@ -79,6 +81,9 @@ class HeadsTrainConfig(ExamplesConfig):
         allowed = allowed and (self.backbone_weight > 0) == self.trains_backbone
         expected = "a number above 0 with a backbone_learning_rate, 0 without"
         self.expect("backbone_weight", allowed, expected)
+        # The loss of a target that is trained has its own cross-entropy.
+        unused = self.soft_weight == 1 and self.label_smoothing > 0 and not self.trains_backbone
+        self.expect("label_smoothing", not unused, "0 with soft_weight = 1")
 
     @property
     def trains_backbone(self) -> bool:
@@ -200,6 +205,11 @@ class HeadsRun(train.Run):
             optimizers = {"heads": self.optimizer, "target": backbone}
             self.optimizer = optax.partition(optimizers, _label_owners)
         self.read(ids)
+        for name, batches in {"train_files": self.batches, **self.validation}.items():
+            steps = range(batches.per_epoch)
+            if not any(np.any(batches[step].targets[:, 1:] >= 0) for step in steps):
+                expected = "longer ones: no head predicts the first token"
+                raise mismatch_error(name, "targets of one token", expected)
 
     @staticmethod
     def fixed(settings: dict) -> dict:

@@ -68,8 +68,9 @@ class Objective:
       distill_temperature: temperature of the teacher's distribution in the divergence; the
         student's stays at 1. Below 1 the teacher's argmax counts more.
       start_token: id that every sequence of a decoder with an encoder begins with.
-      masks: how many tokens after a random place of each target the network predicts from masks,
-        which are start tokens (`ParallelDrafter`); 0 for a model that predicts one after another.
+      masks: how many tokens after a random place of each target the network predicts from masks
+        (`ParallelDrafter`); 0 for a model that predicts one after another.
+      mask_token: id that is fed as a mask.
     """
 
     model: FamilyModule
@@ -80,6 +81,7 @@ class Objective:
     distill_temperature: float = 1.0
     start_token: int = 0
     masks: int = 0
+    mask_token: int = 0
 
 
 class Metrics(NamedTuple):
@@ -175,7 +177,7 @@ def _compute_logits(
     student_options |= {"rngs": {} if dropout_key is None else {"dropout": dropout_key}}
     seen = arguments
     if hidden is not None:
-        seen = (*seen[:-1], jnp.where(hidden, objective.start_token, seen[-1]))
+        seen = (*seen[:-1], jnp.where(hidden, objective.mask_token, seen[-1]))
     logits = objective.model.apply({"params": params}, *seen, **student_options)
     if teacher is None:
         return logits, None

@@ -370,7 +370,7 @@ class OnlineDistillation:
 
     def _begin_anew(self, why: str) -> None:
         """Ends the learning with the first weights."""
-        self.ended = why
+        self.ended, self._saved = why, -1  # to be saved, although no update was made
         self._state = TrainState.begin(_copy(self._first_params), self._optimizer)
         self._drafter = _mark(copy.copy(self._first))
 

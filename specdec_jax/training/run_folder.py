@@ -37,7 +37,12 @@ class Checkpoints:
     """The two newest states, and the parameters that did best on the validation files.
 
     Saving is synchronous, because the next step donates the buffers that would still be written.
+
+    Attributes:
+      validation_files: hash of the validation files' contents, "" if they are not known.
     """
+
+    validation_files = ""
 
     def __init__(self, output: pathlib.Path, resume: bool = False, select: str = "loss"):
         """Opens the checkpoints in a run's folder.
@@ -65,8 +70,14 @@ class Checkpoints:
         """The step of the newest state; None before one is saved."""
         return self.newest.latest_step()
 
-    def _score(self, metrics: Mapping[str, float]) -> float:
-        """Returns the figure to choose by, lower is better; inf where another one was chosen by."""
+    def _score(self, metrics: Mapping[str, Any]) -> float:
+        """Returns the figure to choose by, lower is better.
+
+        It is inf where another one was chosen by, or one on other validation files.
+        """
+        files = metrics.get("validation_files") or self.validation_files
+        if self.validation_files not in ("", files):
+            return math.inf
         loss = self._select == "loss"
         name, sign = ("validation_loss", 1) if loss else (self._select, -1)
         return sign * metrics[name] if name in metrics else math.inf
@@ -95,7 +106,8 @@ class Checkpoints:
         """
         if not math.isfinite(loss):
             return False
-        best, metrics = self.best.best_step(), {"validation_loss": loss, **more}
+        metrics = {"validation_loss": loss, **more, "validation_files": self.validation_files}
+        best = self.best.best_step()
         if best is not None and self._score(self.best.metrics(best)) <= self._score(metrics):
             return False
         if step in self.best.all_steps():  # taken before the run was resumed, under other settings

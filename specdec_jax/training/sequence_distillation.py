@@ -70,6 +70,9 @@ class DistillConfig(TeacherConfig):
     distill_weight: float = 1.0
     matmul_dtype: str | None = None
 
+    def __post_init__(self) -> None:
+        self.make_tuples("source_files", "validation_files", "buckets", "drafter_shape")
+
     def check(self) -> None:
         """Raises ValueError for settings that can be seen to be wrong before a model is loaded."""
         files = "at least one UTF-8 text file"
@@ -96,8 +99,11 @@ class DistillConfig(TeacherConfig):
         if not self.greedy and not self.samples:
             expected = "at least 1: there is nothing to learn from"
             raise ValueError(f"samples: got 0 without greedy outputs, expected {expected}")
-        positive = not self.samples or 0 < self.temperature < float("inf")
+        positive = 0 < self.temperature < float("inf")
         self.expect("temperature", positive, "a positive number (greedy is 0)")
+        default = DistillConfig.temperature
+        unused = not self.samples and self.temperature != default
+        self.expect("temperature", not unused, f"{default} without samples")
         check_buckets(self.buckets, self.batch_tokens)
         longest = self.buckets[-1]
         expected = f"at most the longest bucket, {longest}"

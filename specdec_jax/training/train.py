@@ -127,7 +127,7 @@ def export(
       dtype: dtype in which the parameters are stored; None keeps float32.
 
     Raises:
-      ValueError: there is no run, or it has saved nothing.
+      ValueError: there is no run of a model, or it has saved nothing.
     """
     expect(which in ("best", "newest"), "which", which, "'best' or 'newest'")
     with mirrors.read_folder(output_dir) as output:
@@ -143,6 +143,9 @@ def _export(
             f"{output_dir}: got a folder without config.json, expected the folder of a training run"
         )
     stored = reading.read_json(output / "config.json")
+    if "model" not in stored:
+        got = "a run of heads or of an EAGLE drafter, which writes its result itself"
+        raise mismatch_error(output_dir, got, "one that trains a model")
     shape = build_config(stored["model"])
     config = TrainConfig(**{**stored, "model": shape, "output_dir": str(output)})
     saved = Checkpoints(output, select=config.select)
@@ -187,6 +190,7 @@ class Run:
             config.label_smoothing,
             start_token=choose_start(config, ids),
             masks=config.masks,
+            mask_token=ids.start_token,  # as of `ParallelDrafter`, whatever the language is
         )
         self.teacher_params = None
         if teacher is not None:
@@ -234,6 +238,9 @@ class Run:
             output, self.saved.step, vocabulary, dict(zip(names, paths))
         )
         self.ids.write(output)
+        digests = reading.read_json(output / "contents.json")["files"]
+        own = sorted(digests[name] for name in config.validation_files)
+        self.saved.validation_files = digest(value.encode() for value in own)
         return changed
 
     def begin(self) -> TrainState:

@@ -169,4 +169,6 @@ def test_the_end_prints_the_outcome(validations, select, expected, tmp_path):
         f"--drafter={tmp_path / 'model'}",
     ]
     assert "--target_language=de" in argv and "source_language" not in command
+    run_folder.trim_log(tmp_path / "log.jsonl", 5)  # as a run does that resumes at step 5
+    assert distill_lines.describe_outcome(config)[0] == expected[0].replace("6 of 9", "6 of 6")
     assert "--temperature=1" in argv and f"--input_file={tmp_path / 'validation.txt'}" in argv

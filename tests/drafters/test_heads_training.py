@@ -19,6 +19,7 @@ from specdec_jax.models import heads as heads_module
 from specdec_jax.models.heads import Heads, HeadsConfig
 from specdec_jax.tokenizers import vocabularies
 from specdec_jax.training import heads as training_heads
+from specdec_jax.training import run_folder, train
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -228,6 +229,10 @@ def test_a_target_that_is_trained_too_is_written_beside_its_heads(settings, tmp_
     [
         (dict(soft_weight=1.5), r"soft_weight: got 1.5, expected a number in \[0, 1\]"),
         (
+            dict(soft_weight=1.0, label_smoothing=0.1),
+            "label_smoothing: got 0.1, expected 0 with soft_weight = 1",
+        ),
+        (
             dict(backbone_weight=1.0),
             "backbone_weight: got 1.0, expected a number above 0 with a backbone_learning_rate",
         ),
@@ -254,6 +259,25 @@ def test_bad_settings(settings, tmp_path, change, message):
 def test_bad_files(settings, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         training_heads.fit(settings(tmp_path, **change))
+
+
+def test_targets_of_one_token_are_rejected(settings, tmp_path):
+    """Heads predict none of them, and a mean over no token is not a number."""
+    (tmp_path / "short.tsv").write_text("a word\tx\t1\n" * 3)
+    (tmp_path / "long.tsv").write_text("a word\tx\t5 1\n" * 3)
+    given = dict(data_dir=str(tmp_path), train_files="long.tsv")
+    for files, message in (
+        (dict(validation_files=["long.tsv", "short.tsv"]), "short.tsv: got targets of one token"),
+        (dict(validation_files="long.tsv", train_files="short.tsv"), "train_files: got targets of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            training_heads.fit(settings(tmp_path / "run", **given | files))
+
+
+def test_no_model_is_exported_of_a_run_of_heads(settings, tmp_path):
+    run_folder.record_settings(settings(tmp_path), tmp_path)
+    with pytest.raises(ValueError, match="got a run of heads .*, expected one that trains a model"):
+        train.export(tmp_path, tmp_path / "model")
 
 
 def test_a_target_without_a_vocabulary_is_rejected(settings, tmp_path):

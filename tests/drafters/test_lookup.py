@@ -320,6 +320,17 @@ def test_files_that_are_no_whole_table_are_rejected(tmp_path):
         np.savez(path, **{**values, name: values[name][:-1]})
         with pytest.raises(ValueError, match="table.npz: got arrays that contradict each other"):
             sd.NGramDrafter.load(path)
+    wide = {name: values[name].astype(np.int64) for name in ("counts", "unigram")}
+    for change, message in (
+        (dict(counts=wide["counts"] * 2**32), "arrays that contradict each other"),
+        (dict(unigram=wide["unigram"] * 2**32), "arrays that contradict each other"),
+        (dict(unigram=values["unigram"] * 0), "arrays that contradict each other"),
+        (dict(sampled=np.zeros(2, bool)), "a sampled that is no bool"),
+        (dict(sampled=np.array("no")), "a sampled that is no bool"),
+    ):
+        np.savez(path, **{**values, **change})
+        with pytest.raises(ValueError, match=f"table.npz: got {message}, expected an n-gram table"):
+            sd.NGramDrafter.load(path)
 
 
 def test_a_table_of_another_vocabulary_is_rejected(tmp_path):

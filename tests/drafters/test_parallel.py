@@ -9,13 +9,15 @@ import optax
 import pytest
 import tiers
 from distribution_samples import FALSE_ALARM, g_test
+from golden_languages import make_model
 from toy_models import HashModel, noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.decoding.generate import advance, prepare
 from specdec_jax.drafters import named
-from specdec_jax.training import losses
+from specdec_jax.training import losses, train
 from specdec_jax.training.config import TrainConfig
+from specdec_jax.training.run_folder import Checkpoints
 
 pytestmark = pytest.mark.usefixtures("quick")
 V, LIMIT, GAMMA = 24, 12, 3
@@ -168,6 +170,41 @@ def test_training_teaches_masks_and_validation_counts_them():
         )
     last = assess(state.params, batch, objective)[0]
     assert last.tokens == first.tokens and last.nll / last.tokens < 0.5 * first.nll / first.tokens
+
+
+def test_a_mask_is_another_token_than_the_start():
+    config, params = tiny_t5(0, V).config, tiny_t5(0, V).params
+    rows = np.random.default_rng(0).integers(3, V, (4, 8)).astype(np.int32)
+    objective = losses.Objective(config.module(), start_token=2, masks=3, mask_token=5)
+    hidden, counted = losses.hide_tokens(rows, 3, None)
+    fed = np.where(hidden, 5, losses.shift_right(rows, 2))
+    logits = config.module().apply({"params": params}, rows, rows >= 0, fed)
+    expected = losses.sum_metrics(logits, None, counted, objective)
+    found, _ = losses.assess(params, losses.Batch(rows, rows), objective)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_masks_of_a_language_are_those_of_the_drafter(tmp_path):
+    """An mBART begins with the language's token; what it is fed as a mask does not change."""
+    model = make_model("mbart", tmp_path / "files")
+    sd.save(model, tmp_path / "model", say=lambda line: None)
+    (tmp_path / "a.tsv").write_text("ein Haus\tune maison\n" * 4)
+    config = TrainConfig(
+        model=model.config.replace(dtype="float32"),
+        initialise_from=str(tmp_path / "model"),
+        train_files="a.tsv",
+        validation_files="a.tsv",
+        data_dir=str(tmp_path),
+        output_dir=str(tmp_path / "run"),
+        vocabulary_size=model.vocabulary.size,
+        masks=2,
+        buckets=(64,),
+        source_language="fr_XX",
+        target_language="de_DE",
+    )
+    objective = train.Run(config, Checkpoints(tmp_path / "run")).objective
+    assert objective.start_token == model.vocabulary.languages.codes["de_DE"]
+    assert objective.mask_token == sd.ParallelDrafter(model).mask_token != objective.start_token
 
 
 def test_settings_are_checked():

@@ -192,7 +192,15 @@ BAD = {
     ),
     "order": (
         ["count", "--input_file=FOLDER/lines.txt", "--output=a.npz", "--order=0"],
-        "order: got 0, expected at",
+        "order: got 0, expected an integer from 1 to 16",
+    ),
+    "great order": (
+        ["count", "--input_file=FOLDER/three.tsv", "--output=a.npz", "--order=17"],
+        "order: got 17, expected an integer from 1 to 16",
+    ),
+    "continuations": (
+        ["count", "--input_file=FOLDER/three.tsv", "--output=a.npz", "--continuations=2000000"],
+        "continuations: got 2000000, expected an integer from 1 to 1048576",
     ),
     "columns": (
         ["count", "--input_file=FOLDER/three.tsv", "--output=a.npz"],
@@ -200,7 +208,11 @@ BAD = {
     ),
     "nothing": (
         ["count", "--input_file=FOLDER/empty.tsv", "--output=a.npz"],
-        "sequences: got no id at all",
+        "input_file: got no text, expected at least one output",
+    ),
+    "no texts": (
+        ["count", "--input_file=FOLDER/empty.tsv", "--output=a.suffix", "--suffix"],
+        "input_file: got no text, expected at least one output",
     ),
     "no table": (
         ["generate", "--drafter=none.npz", "Tom"],

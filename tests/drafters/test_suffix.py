@@ -353,6 +353,17 @@ def test_what_is_kept_is_restored(target, tmp_path):
     again = sd.SuffixHistory(target, capacity=128)
     again.restore(path)
     assert again._ids.tolist() == [*history._ids, 6, 1, 7, 2, 0]
+    long = [sd.SuffixHistory(target) for _ in range(2)]
+    long[0].add([4], [5] * 29 + [1])  # 32 ids, one more than this capacity keeps
+    long[1].add([4], [5] * 28 + [1])
+    for history, lengths in zip(long, ([16, 16, 16], [32])):
+        smaller = sd.SuffixHistory(target, capacity=64)
+        for _ in range(3):
+            smaller.add([4], [6] * 12 + [1])
+        history.save(tmp_path / "long.suffix")
+        smaller.restore(tmp_path / "long.suffix")
+        ids = np.concatenate([smaller._ids, *smaller._new])
+        assert np.diff(np.flatnonzero(ids == 0), prepend=-1).tolist() == lengths
     other = sd.SuffixHistory(tiny_t5(0, vocab=V + 1))
     with pytest.raises(ValueError, match="kept.suffix: got texts of another vocabulary"):
         other.restore(path)

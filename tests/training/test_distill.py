@@ -387,6 +387,7 @@ def test_other_files_under_the_same_paths_are_rejected(
         (dict(drafter=None, drafter_shape=(8, 2, 4, 1, 0, 16)), "num_decoder_layers: got 0"),
         (dict(greedy=False, samples=0), "samples: got 0 without greedy outputs"),
         (dict(temperature=0.0), "temperature: got 0.0"),
+        (dict(samples=0, temperature=0.7), "temperature: got 0.7, expected 1.0 without samples"),
         (dict(shard_size=0), "shard_size: got 0"),
         (dict(buckets=(16, 8)), "buckets: got"),
         (dict(batch_tokens=8), "batch_tokens: got 8, expected at least the longest bucket, 32"),
@@ -402,6 +403,7 @@ def test_other_files_under_the_same_paths_are_rejected(
             "got no source of at most 2 tokens, expected at least one",
         ),
         (dict(steps=3), "steps: got 3, expected at least warmup_steps"),
+        (dict(seed=2**31), "seed: got 2147483648, expected at most 2147483647"),
     ],
 )
 def test_bad_settings_are_rejected_before_anything_is_decoded(
@@ -426,6 +428,14 @@ def test_a_new_drafter_is_shaped_like_its_target_for_the_rest(models, language, 
     assert config.drafter_config(target) == expected
     given = dataclasses.replace(config, matmul_dtype="bfloat16").drafter_config(target)
     assert given == dataclasses.replace(expected, matmul_dtype="bfloat16")
+
+
+def test_one_file_may_be_a_string(tmp_path):
+    files = dict(source_files="src.txt", validation_files="more.txt", data_dir=str(tmp_path))
+    config = distill.DistillConfig(buckets=[8, 16], **files)
+    assert config.paths("source_files") == [tmp_path / "src.txt"]
+    assert config.paths("validation_files") == [tmp_path / "more.txt"]
+    assert config.buckets == (8, 16)
 
 
 def test_configuration():

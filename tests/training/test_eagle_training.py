@@ -222,6 +222,7 @@ def test_a_model_that_stays_is_not_changed(settings, tmp_path):
         (dict(depth=0), "depth: got 0, expected a number from 1 to 16"),
         (dict(depth_weight=0.0), r"depth_weight: got 0.0, expected a number in \(0, 1\]"),
         (dict(soft_weight=1.5), r"soft_weight: got 1.5, expected a number in \[0, 1\]"),
+        (dict(label_smoothing=0.1), "label_smoothing: got 0.1, expected 0 with soft_weight = 1"),
         (dict(model_learning_rate=-1.0), "model_learning_rate: got -1.0, expected at least 0"),
     ],
 )

@@ -314,7 +314,7 @@ def test_pairs_and_traced_decoders_know_a_learners_drafter(target, drafter):
         under_jit.Decoder(target.config, own, gamma=2, **WARM)
 
 
-def test_weights_that_are_no_numbers_end_the_learning(target, drafter, monkeypatch):
+def test_weights_that_are_no_numbers_end_the_learning(target, drafter, monkeypatch, tmp_path):
     learner = make(target, drafter)
 
     def break_step(state, *_, **__):
@@ -326,6 +326,10 @@ def test_weights_that_are_no_numbers_end_the_learning(target, drafter, monkeypat
     learner.learn()
     assert "not finite" in learner.ended and not learner.updates
     assert same((learner.drafter.model.params, drafter.model.params))
+    learner.save(tmp_path / "learned")
+    restored = make(target, drafter)
+    restored.restore(tmp_path / "learned")
+    assert restored.ended == learner.ended, "a job that is resumed does not learn either"
 
 
 def test_only_a_model_drafter_can_learn(target, drafter):

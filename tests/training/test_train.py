@@ -220,6 +220,8 @@ def steps_state():
         (dict(label_smoothing=1.0), "label_smoothing: got 1.0"),
         (dict(save_every=0), "save_every: got 0"),
         (dict(warmup_steps=-1), "warmup_steps: got -1"),
+        (dict(seed=-1), "seed: got -1, expected at least 0"),
+        (dict(seed=2**31), "seed: got 2147483648, expected at most 2147483647"),
         (
             dict(vocabulary_size=65),
             "vocabulary_size: got 65, expected at most model.vocab_size = 64",
