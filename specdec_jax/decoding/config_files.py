@@ -7,6 +7,8 @@ import dataclasses
 import difflib
 import json
 import pathlib
+import re
+import tokenize
 from collections.abc import Collection, Mapping
 from os import PathLike
 from typing import Any
@@ -210,8 +212,9 @@ def _read_gin(path: str | PathLike) -> dict[str, Any]:
     blocks: dict[str, dict[str, Any]] = {}
     try:
         statements = list(config_parser.ConfigParser(read_text(path, _LARGEST), _References()))
-    except SyntaxError as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+    except (SyntaxError, tokenize.TokenError, RecursionError) as error:
+        what = error.args[0] if isinstance(error, tokenize.TokenError) else error
+        raise ValueError(f"{path}: {' '.join(str(what).split())}") from None
     for statement in statements:
         if isinstance(statement, config_parser.BindingStatement):
             scope = f"{statement.scope}/" if statement.scope else ""

@@ -195,6 +195,9 @@ WRONG_FILES = {
     "other.gin": ("train.run.steps = 3", "train.run: got bindings of it, expected those of"),
     "macro.gin": ("generation_config.GenerationConfig.gamma = %X", "gamma: got @%X, expected"),
     "include.gin": ("include 'other.gin'", "got IncludeStatement, expected bindings alone"),
+    "bracket.gin": ("generation_config.GenerationConfig.stop = ['.'", "EOF in multi-line"),
+    "quote.gin": ('generation_config.GenerationConfig.stop = """.', "EOF in multi-line string"),
+    "deep.gin": ("generation_config.GenerationConfig.stop = " + "[" * 3000, "recursion"),
     "syntax.gin": ("generation_config.GenerationConfig.gamma = =", "."),
 }
 
