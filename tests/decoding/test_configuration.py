@@ -194,6 +194,44 @@ WRONG_FILES = {
     "range.gin": ("generation_config.GenerationConfig.deadline = -1", "deadline: got -1, expected"),
     "other.gin": ("train.run.steps = 3", "train.run: got bindings of it, expected those of"),
     "macro.gin": ("generation_config.GenerationConfig.gamma = %X", "gamma: got @%X, expected"),
+    "nested.gin": (
+        "generation_config.GenerationConfig.stop = [@a.b()]",
+        "stop: got @a.b, expected a value",
+    ),
+    "alone.gin": (
+        "sampling.SamplingConfig.temperature = 0.7",
+        r"sampling.SamplingConfig: got bindings that count nowhere, expected "
+        r"generation_config.GenerationConfig.sampling = @sampling.SamplingConfig\(\) too",
+    ),
+    "policy.gin": (
+        "generation_config.GenerationConfig.gamma = 3\npolicies.Heuristic.maximum = 6",
+        r"policies.Heuristic: got .*GenerationConfig.gamma = @policies.Heuristic\(\) too",
+    ),
+    "tree.gin": (
+        "generation_config.GenerationConfig.tree = @tree_text.read_tree()\n"
+        "tree_text.read_tree.text = 'widths:2'\ntree_text.read_tree.width = 3",
+        "read_tree: got text, width, expected its text alone",
+    ),
+    "bare.gin": (
+        "generation_config.GenerationConfig.tree = @tree_text.read_tree()",
+        "read_tree: got nothing, expected its text alone",
+    ),
+    "kind.gin": (
+        "generation_config.GenerationConfig.tree = @sampling.SamplingConfig()",
+        r"tree: got @sampling.SamplingConfig, expected a value or @tree_text.read_tree\(\)",
+    ),
+    "defaults.gin": (
+        "generation_config.GenerationConfig.generation_config = @model_defaults.ModelDefaults()\n"
+        "model_defaults.ModelDefaults.max_lenght = 9",
+        "generation_config: got an unknown field 'max_lenght'; did you mean 'max_length'",
+    ),
+    "defaults.json": ('{"generation_config": {"top": 2}}', "got an unknown field 'top'"),
+    "ids.gin": (
+        "generation_config.GenerationConfig.sampling = @sampling.SamplingConfig()\n"
+        "sampling.SamplingConfig.logit_bias = {1.7: 0.5}",
+        "sampling: got id 1.7, expected an integer",
+    ),
+    "ids.json": ('{"sampling": {"logit_bias": {"1.7": 1}}}', "got id '1.7', expected an integer"),
     "include.gin": ("include 'other.gin'", "got IncludeStatement, expected bindings alone"),
     "bracket.gin": ("generation_config.GenerationConfig.stop = ['.'", "EOF in multi-line"),
     "quote.gin": ('generation_config.GenerationConfig.stop = """.', "EOF in multi-line string"),
