@@ -47,7 +47,7 @@ def _expand(value: Any) -> Any:
 
 def _expand_path(path: str) -> str:
     prefix = "parallel:" if path.startswith("parallel:") else ""
-    return prefix + os.path.expanduser(re.sub("^file://", "", path.removeprefix(prefix)))
+    return prefix + os.path.expanduser(re.sub("(?i)^file://", "", path.removeprefix(prefix)))
 
 
 def find_replaced(options: Any) -> Iterator[str]:

@@ -41,13 +41,13 @@ def open_new_file(path: PathLike) -> Iterator[BinaryIO]:
     Raises:
       OSError: something failed; the error names the file.
     """
-    remote = places.make_path(path)
-    if isinstance(remote, RemotePath):
+    path = places.make_path(path)
+    if isinstance(path, RemotePath):
         with tempfile.TemporaryDirectory() as folder:
             copy = pathlib.Path(folder, "new")
             with name_errors(copy), open(copy, "xb") as file:
                 yield file
-            remote.upload(copy)
+            path.upload(copy)
         return
     with name_errors(path):
         if is_pass_through(path):
@@ -101,7 +101,7 @@ def open_new_folder(folder: PathLike, check: Callable[[AnyPath], None]) -> Itera
             check(remote)
             _replace_remote(new, remote)
         return
-    place = pathlib.Path(os.path.realpath(folder))
+    place = pathlib.Path(os.path.realpath(remote))
     new, old = (place.with_name(f".{place.name}.specdec-{which}") for which in ("new", "old"))
     check(place)
     if os.path.ismount(place):
@@ -146,6 +146,7 @@ def is_pass_through(path: PathLike) -> bool:
     """
     if places.is_remote(path):
         return False
+    path = places.make_path(path)
     if _find_descriptor(path) is not None:
         return True
     try:
@@ -289,7 +290,7 @@ def check_output(path: str | None, name: str = "output", source: str | None = No
             raise ValueError(f"{name}: got {path!r}, expected a file")
         _check_remote(remote, name)
         return
-    place = pathlib.Path(os.path.realpath(path))
+    place = pathlib.Path(os.path.realpath(remote))
     if path.endswith("/") or place.is_dir() or not place.parent.is_dir():
         raise ValueError(f"{name}: got {path!r}, expected a file in a folder that exists")
     for needed in (place.parent, place):

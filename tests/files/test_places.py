@@ -27,7 +27,8 @@ def test_a_path_without_a_scheme_is_this_machines(path):
 
 
 def test_a_file_url_is_this_machines(tmp_path):
-    assert make_path(f"file://{tmp_path}/x") == tmp_path / "x"
+    for scheme in ("file", "FILE"):
+        assert make_path(f"{scheme}://{tmp_path}/x") == tmp_path / "x"
 
 
 def test_a_remote_path_has_the_methods_of_a_local_one(tmp_path):

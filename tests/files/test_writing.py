@@ -136,6 +136,20 @@ def test_a_file_is_replaced_whole_and_keeps_its_permissions(tmp_path):
     assert names(tmp_path) == ["out", "out.part"]
 
 
+def test_what_a_file_url_names_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path}/out"
+    writing.check_output(url)
+    writing.write_file(url, "a")
+    with writing.open_new_folder(f"{url}.folder", lambda path: None) as folder:
+        (folder / "b").touch()
+    assert (tmp_path / "out").read_text() == "a" and names(tmp_path / "out.folder") == ["b"]
+    assert names(tmp_path) == ["out", "out.folder"]
+    with pytest.raises(ValueError, match="output: got .*, expected a file in a folder that exists"):
+        writing.check_output(f"{url}.folder")
+    assert writing.is_pass_through("file:///dev/null")
+
+
 def umask() -> int:
     os.umask(mask := os.umask(0))
     return mask
