@@ -406,7 +406,7 @@ def _count_new_tokens(given: Mapping[str, Any], prompts: jax.Array, length: int)
         return jnp.full(prompts.shape, length, jnp.int32)
     if not is_traced(steps) and np.any(np.asarray(steps) < 1):
         raise ValueError(f"max_decode_steps: got {steps}, expected at least 1")
-    if hard:
+    if hard is not None and hard > 0:
         steps = jnp.minimum(steps, hard)
     return jnp.minimum(prompts + steps, length).astype(jnp.int32)
 

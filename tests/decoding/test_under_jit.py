@@ -164,16 +164,17 @@ def test_arguments_of_one_call_may_be_traced(pair):
         np.testing.assert_allclose(got.scores, own, atol=1e-4)
 
 
-def test_steps_of_one_call(pair):
+@pytest.mark.parametrize(("hard", "most"), [(2, 2), (-1, 3), (0, 3)])
+def test_steps_of_one_call(hard, most, pair):
     target, _ = pair
     got = decode(
         Decoder(target.config),
         target,
         traced={"max_decode_steps": 3},
-        decoder_params={"max_decode_steps_hard_limit": 2},
+        decoder_params={"max_decode_steps_hard_limit": hard},
     )
     greedy, *_ = expected(target, None)
-    steps = np.arange(LENGTH) < np.count_nonzero(PROMPTS, axis=1)[:, None] + 2
+    steps = np.arange(LENGTH) < np.count_nonzero(PROMPTS, axis=1)[:, None] + most
     np.testing.assert_array_equal(got.tokens, np.where(steps, greedy, 0))
 
 

@@ -185,6 +185,7 @@ OPTIONS = {
     # what one call says; whether there are prompts, and all decodes are asked for
     "steps": (dict(max_decode_steps=5, rescale_log_probs=False), True, True),
     "hard limit": (dict(max_decode_steps=9, max_decode_steps_hard_limit=4), False, False),
+    "no hard limit": (dict(max_decode_steps=3, max_decode_steps_hard_limit=-1), False, False),
     "the best": (dict(temperature=1.0, topk=1, rescale_log_probs=False), True, False),
     "cold rows": (
         dict(temperature=np.array([0, 5e-5, 0, 0], np.float32), rescale_log_probs=False),
