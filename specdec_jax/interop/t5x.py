@@ -58,6 +58,9 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
     the distribution, the shapes and the scores of T5X's `decoding.temperature_sample` with the same
     settings, and with argmax the same tokens. With `decode_fn = decoding.beam_search`, T5X's
     default, they have the tokens and scores of that. Several samples of one input are rejected.
+
+    An id 0 in `encoder_input_tokens` is padding before and after an input. T5X also masks one
+    inside an input; here it is read as a token, and the row's scores are NaN.
     """
 
     @functools.partial(

@@ -228,6 +228,25 @@ def test_options_of_one_call_are_t5xs(case, golden):
 
 
 @pytest.mark.slow
+def test_zeros_before_an_input_are_masked_as_t5x_does(golden):
+    _, io, target = golden
+    inputs = np.pad(np.array(io["encoder_input_tokens"]), ((0, 0), (3, 0)))
+    theirs = models.EncoderDecoderModel(
+        interop.make_transformer(target.config),
+        Ids,
+        Ids,
+        None,
+        decode_fn=functools.partial(
+            decoding.temperature_sample, temperature=0.0, rescale_log_probs=False
+        ),
+    )
+    expected = predict(theirs, target.params, inputs)
+    tokens, aux = predict(speculative(target, rescale_log_probs=False), target.params, inputs)
+    np.testing.assert_array_equal(tokens, expected[0])
+    np.testing.assert_allclose(aux["scores"], expected[1]["scores"], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.slow
 def test_a_decode_function_sets_the_sampling(golden):
     _, io, target = golden
     options = dict(temperature=0.7, topk=0, topp=0.9, decode_rng=jax.random.PRNGKey(3))
