@@ -215,8 +215,9 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
         file.write(b"N")
     assert make_path("memory://s/f").read_bytes() == b"New"
     writing.check_output("memory://s/g")
-    with pytest.raises(ValueError, match="output: got 'memory://s', expected a file"):
-        writing.check_output("memory://s")
+    for text in ("memory://s", "memory://o.txt"):
+        with pytest.raises(ValueError, match=f"output: got '{text}', expected a file in a bucket"):
+            writing.check_output(text)
     assert stores.list_urls("memory://s") == ["f"]
 
 
