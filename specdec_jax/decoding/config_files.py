@@ -73,7 +73,7 @@ def read_fields(path: str | PathLike, known: Collection[str]) -> dict[str, Any]:
     for name, value in values.items():
         if name not in known:
             hint = suggest_name(name, known)
-            raise ValueError(f"{path}: {name}: got an unknown field{hint}")
+            raise ValueError(f"{path}: got an unknown field {quote_value(name)}{hint}")
         try:
             found[name] = _read_plain(name, value)
         except (ValueError, TypeError) as error:
@@ -176,7 +176,8 @@ def _build(cls: Any, values: dict[str, Any]) -> Any:
     known = [field.name for field in dataclasses.fields(cls)]
     for name in values:
         if name not in known:
-            raise ValueError(f"got {name}, expected fields of {cls.__name__}: {', '.join(known)}")
+            expected = f"fields of {cls.__name__}: {', '.join(known)}"
+            raise ValueError(f"got {quote_value(name)}, expected {expected}")
     return cls(**values)
 
 

@@ -183,14 +183,16 @@ def test_a_file_decodes_what_the_options_decode(models, suffix, tmp_path):
 
 
 WRONG_FILES = {
-    "unknown.json": ('{"gama": 3}', "gama: got an unknown field; did you mean 'gamma'"),
+    "unknown.json": ('{"gama": 3}', "got an unknown field 'gama'; did you mean 'gamma'"),
+    "line.json": (r'{"ga\nma\n": 3}', r"got an unknown field 'ga\\nma\\n'"),
+    "line inside.json": (r'{"sampling": {"a\nb": 1}}', r"sampling: got 'a\\nb', expected"),
     "range.json": ('{"num_samples": 0}', "num_samples: got 0, expected an integer"),
     "policy.json": ('{"gamma": {"policy": "best"}}', "gamma: got policy 'best', expected one of"),
-    "sampling.json": ('{"sampling": {"heat": 1}}', "sampling: got heat, expected fields of"),
+    "sampling.json": ('{"sampling": {"heat": 1}}', "sampling: got 'heat', expected fields of"),
     "inner.json": ('{"sampling": {"top_p": 2}}', "sampling: top_p: got 2, expected"),
     "tree.json": ('{"tree": "x:1"}', "tree: got 'x:1', expected widths"),
     "list.json": ("[3]", "got .* expected"),
-    "unknown.gin": ("generation_config.GenerationConfig.gama = 3", "gama: got an unknown field"),
+    "unknown.gin": ("generation_config.GenerationConfig.gama = 3", "got an unknown field 'gama'"),
     "range.gin": ("generation_config.GenerationConfig.deadline = -1", "deadline: got -1, expected"),
     "other.gin": ("train.run.steps = 3", "train.run: got bindings of it, expected those of"),
     "macro.gin": ("generation_config.GenerationConfig.gamma = %X", "gamma: got @%X, expected"),
