@@ -4,6 +4,7 @@ Outputs come in order.
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import importlib.metadata
@@ -421,6 +422,7 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
     settings = _deciding_options(options, target, drafter, source.contents)
     numbers, start = job.numbers, job.numbers.start
     with Journal(options.output_file, settings, len(numbers), measured, start) as journal:
+        _check_learned(learner, journal)
         on_start()
         if measured:
             # The costs that the job began with: every input gets what it would have got then.
@@ -457,6 +459,16 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
 def _learned_path(journal: Journal) -> pathlib.Path:
     """Returns the path of what a learner keeps beside the journal."""
     return journal.path.with_suffix(".learned")
+
+
+def _check_learned(learner: "OnlineDistillation | SuffixHistory | None", journal: Journal) -> None:
+    """Raises ValueError for a file in the place of a learner's that no learner like it saved.
+
+    A new job would remove it, and it may be anything. A job that resumes restores it.
+    """
+    path = _learned_path(journal)
+    if learner is not None and not journal.done and os.path.lexists(path):
+        copy.copy(learner).restore(path)
 
 
 @contextlib.contextmanager

@@ -279,7 +279,7 @@ def _define_flags(cls: type, fields: Sequence[dataclasses.Field]) -> flags.FlagV
     flags.DEFINE_list("gin_search_paths", ["."], text, **common)
     text = (
         "folder in which compiled programs are kept between runs; empty: nowhere (default:"
-        " specdec_jax in your cache folder)"
+        " specdec_jax/programs in your cache folder)"
     )
     flags.DEFINE_string("compilation_cache_dir", None, text, **common)
     flags.DEFINE_boolean("debug", False, "show the traceback of an error", **common)

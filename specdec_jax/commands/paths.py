@@ -47,7 +47,7 @@ def _expand(value: Any) -> Any:
 
 def _expand_path(path: str) -> str:
     prefix = "parallel:" if path.startswith("parallel:") else ""
-    return prefix + os.path.expanduser(re.sub("^file://", "", path.removeprefix(prefix)))
+    return prefix + os.path.expanduser(re.sub("(?i)^file://", "", path.removeprefix(prefix)))
 
 
 def find_replaced(options: Any) -> Iterator[str]:
@@ -60,6 +60,8 @@ def find_replaced(options: Any) -> Iterator[str]:
 def check_written(options: Any, read: Mapping[str, Iterable[Any]]) -> None:
     """Checks that a command writes no file twice, nor its settings over one that it reads.
 
+    Names that no file can have are rejected first.
+
     Args:
       options: a command's options.
       read: files of settings that the command reads, by option.
@@ -67,6 +69,9 @@ def check_written(options: Any, read: Mapping[str, Iterable[Any]]) -> None:
     Raises:
       ValueError: it does.
     """
+    for name in OUTPUTS:
+        if isinstance(path := getattr(options, name, None), str):
+            writing.check_name(path, name)
     written = _find_written(options)
     for (other, path), (name, file) in itertools.combinations(written.items(), 2):
         if places.is_same(path, file):

@@ -10,7 +10,7 @@ from typing import Any
 from specdec_jax.commands.remote_parts import RemoteParts
 from specdec_jax.files import places
 from specdec_jax.files.places import AnyPath, RemotePath
-from specdec_jax.files.reading import mismatch_error
+from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.files.writing import is_pass_through, lock_file, name_errors, open_new_file
 
 # Seconds between two calls of fsync; what is written goes to the operating system at once.
@@ -199,8 +199,9 @@ class Journal:
         settings = settings | dict.fromkeys(missing, "what was measured")
         for name in {**settings, **before}:
             if before.get(name) != settings.get(name):
+                shown = name if name.isprintable() else quote_value(name)
                 raise ValueError(
-                    f"{self.name}: got results with {name} {before.get(name)!r}, expected"
+                    f"{self.name}: got results with {shown} {before.get(name)!r}, expected"
                     f" {settings.get(name)!r}; remove the file to begin anew"
                 )
 

@@ -7,6 +7,8 @@ import dataclasses
 import difflib
 import json
 import pathlib
+import re
+import tokenize
 from collections.abc import Collection, Mapping
 from os import PathLike
 from typing import Any
@@ -14,10 +16,10 @@ from typing import Any
 import numpy as np
 from gin import config_parser
 
-from specdec_jax.files.reading import quote_value, read_json, read_text
+from specdec_jax.files.reading import mismatch_error, quote_value, read_json, read_text
 from specdec_jax.files.writing import write_file
 from specdec_jax.models import arguments
-from specdec_jax.models.model_defaults import ModelDefaults
+from specdec_jax.models.model_defaults import KNOWN_FIELDS, ModelDefaults
 from specdec_jax.speculative.policies import POLICIES
 from specdec_jax.speculative.policy import Policy
 from specdec_jax.speculative.sampling import FILTERS, SamplingConfig
@@ -71,7 +73,7 @@ def read_fields(path: str | PathLike, known: Collection[str]) -> dict[str, Any]:
     for name, value in values.items():
         if name not in known:
             hint = suggest_name(name, known)
-            raise ValueError(f"{path}: {name}: got an unknown field{hint}")
+            raise ValueError(f"{path}: got an unknown field {quote_value(name)}{hint}")
         try:
             found[name] = _read_plain(name, value)
         except (ValueError, TypeError) as error:
@@ -141,6 +143,10 @@ def _read_plain(name: str, value: Any) -> Any:
     if name == "tree" and isinstance(value, str):
         return read_tree(value)
     if name == "generation_config" and isinstance(value, dict):
+        for key in value:  # `read` ignores others, as a folder's own file has many
+            if key not in KNOWN_FIELDS:
+                hint = suggest_name(key, KNOWN_FIELDS)
+                raise ValueError(f"got an unknown field {quote_value(key)}{hint}")
         return ModelDefaults.read(value, name)
     if name in ("sampling", "drafter_sampling") and isinstance(value, dict):
         return _build(SamplingConfig, _restore_ids(value))
@@ -154,17 +160,24 @@ def _restore_ids(fields: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, list):
             return [restore(one) for one in value]
         by_token = isinstance(value, dict)
-        return {int(token): one for token, one in value.items()} if by_token else value
+        return {_read_id(token): one for token, one in value.items()} if by_token else value
 
     names = [name for name in ("logit_bias", "forced_tokens") if name in fields]
     return fields | {name: restore(fields[name]) for name in names}
+
+
+def _read_id(token: Any) -> int:
+    if type(token) is int or (type(token) is str and re.fullmatch(r"-?[0-9]{1,10}", token)):
+        return int(token)
+    raise ValueError(f"got id {quote_value(token)}, expected an integer")
 
 
 def _build(cls: Any, values: dict[str, Any]) -> Any:
     known = [field.name for field in dataclasses.fields(cls)]
     for name in values:
         if name not in known:
-            raise ValueError(f"got {name}, expected fields of {cls.__name__}: {', '.join(known)}")
+            expected = f"fields of {cls.__name__}: {', '.join(known)}"
+            raise ValueError(f"got {quote_value(name)}, expected {expected}")
     return cls(**values)
 
 
@@ -210,8 +223,9 @@ def _read_gin(path: str | PathLike) -> dict[str, Any]:
     blocks: dict[str, dict[str, Any]] = {}
     try:
         statements = list(config_parser.ConfigParser(read_text(path, _LARGEST), _References()))
-    except SyntaxError as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+    except (SyntaxError, tokenize.TokenError, RecursionError) as error:
+        what = error.args[0] if isinstance(error, tokenize.TokenError) else error
+        raise ValueError(f"{path}: {' '.join(str(what).split())}") from None
     for statement in statements:
         if isinstance(statement, config_parser.BindingStatement):
             scope = f"{statement.scope}/" if statement.scope else ""
@@ -222,21 +236,42 @@ def _read_gin(path: str | PathLike) -> dict[str, Any]:
     for block in blocks:
         if block not in (CONFIG, *_BLOCKS.values(), *_POLICY_NAMES):
             raise ValueError(f"{path}: {block}: got bindings of it, expected those of {CONFIG}")
-    return {
+    found = {
         name: _resolve_references(path, name, value, blocks)
         for name, value in blocks.get(CONFIG, {}).items()
     }
+    for block in blocks:
+        if block not in (CONFIG, *blocks.get(CONFIG, {}).values()):
+            name = next((name for name, one in _BLOCKS.items() if one == block), "gamma")
+            expected = f"{CONFIG}.{name} = @{block}() too"
+            raise mismatch_error(f"{path}: {block}", "bindings that count nowhere", expected)
+    return found
 
 
 def _resolve_references(path: Any, name: str, value: Any, blocks: dict[str, dict[str, Any]]) -> Any:
     """Returns a binding's value with the bindings that it refers to in the place of a reference."""
     if not isinstance(value, _Reference):
+        _check_values(path, name, value)
         return value
+    kinds = {"gamma": list(_POLICY_NAMES), "drafter_sampling": [_SAMPLING]}.get(name, [])
+    kinds += [_BLOCKS[name]] if name in _BLOCKS else []
+    if value not in kinds:
+        expected = " or ".join(["a value", *(f"@{kind}()" for kind in kinds)])
+        raise ValueError(f"{path}: {name}: got @{value}, expected {expected}")
     fields = blocks.get(value, {})
+    _check_values(path, value, fields)
     if value == _TREE:
-        return fields.get("text")
-    if value in _POLICY_NAMES:
-        return {_POLICY: _POLICY_NAMES[value], **fields}
-    if value in (_BLOCKS["drafter_sampling"], _SAMPLING, _DEFAULTS):
-        return dict(fields)
-    raise ValueError(f"{path}: {name}: got @{value}, expected a value")
+        if list(fields) != ["text"]:
+            got = ", ".join(fields) or "nothing"
+            raise ValueError(f"{path}: {_TREE}: got {got}, expected its text alone")
+        return fields["text"]
+    return ({_POLICY: _POLICY_NAMES[value]} if value in _POLICY_NAMES else {}) | fields
+
+
+def _check_values(path: Any, name: str, value: Any) -> None:
+    """Raises ValueError for a reference inside a value, which would be read as a text."""
+    if isinstance(value, _Reference):
+        raise ValueError(f"{path}: {name}: got @{value}, expected a value")
+    if isinstance(value, dict | list | tuple | set):
+        for one in [*value, *(value.values() if isinstance(value, dict) else [])]:
+            _check_values(path, name, one)

@@ -44,6 +44,7 @@ from specdec_jax.decoding.results import (
     read_arrays,
     read_state,
 )
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.padding import bucket_length
@@ -127,7 +128,8 @@ def decode_stream(
       batch_size: number of inputs that are decoded together.
       refill: whether finished rows are refilled with the next inputs. False decodes batches of like
         length, each of which runs until its last row is done.
-      skip: numbers of inputs that are left out; keys and shapes of the others stay as they are.
+      skip: numbers of inputs, from 0, that are left out; keys and shapes of the others stay as
+        they are.
       learner: learns from the outputs, and `learner.drafter` drafts (`OnlineDistillation`,
         `SuffixHistory`). It sees an output when the caller asks for the next one, so store each
         output before that.
@@ -155,8 +157,14 @@ def decode_stream(
             f"drafter: got {data.drafter!r} with a learner, expected none: it has its own"
         )
     if learner is not None:
+        if not all(hasattr(learner, name) for name in ("drafter", "saw", "learn")):
+            expected = "an object with drafter, saw and learn, such as SuffixHistory"
+            raise mismatch_error("learner", arguments.quote(learner), expected)
         data = data._replace(drafter=learner.drafter)
     plan = plan_decoding(target, inputs, config=config, batch_size=batch_size, **data._asdict())
+    if unknown := [number for number in left_out if not 0 <= number < len(plan.lengths)]:
+        expected = f"numbers of inputs, from 0 to {len(plan.lengths) - 1}"
+        raise mismatch_error("skip", arguments.quote(unknown[0]), expected)
     plan, skipped = autotune.autotune(plan), frozenset(map(int, left_out))
     if learner is not None:  # what it has accepted tells nothing of the drafter that it began with
         plan = dataclasses.replace(plan, costs_key=None)

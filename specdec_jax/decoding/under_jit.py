@@ -232,7 +232,8 @@ class Decoder:
 
         Args:
           params: the target's parameters.
-          inputs: `[B, L']` int32; 0 at the end of a row is padding.
+          inputs: `[B, L']` int32; 0 at the beginning and at the end of a row is padding. A 0 inside
+            a row, which T5X would mask, is read as a token, and the row has NaN for its score.
           prompts: `[B, L]` int32: the start token 0, a prompt to repeat and continue (up to its
             first 0), then 0. At most L tokens come out.
           eos_id: the id that ends a row, except in its prompt.
@@ -271,9 +272,10 @@ class Decoder:
         )
         tokens = prompts.at[:, 0].set(0) if prompted else jnp.zeros_like(prompts[:, :1])
         starts = jnp.sum(jnp.cumprod(tokens[:, 1:] != 0, axis=1), axis=1, dtype=jnp.int32) + 1
+        inputs, input_lengths, whole = align_inputs(inputs)
         begin = PrefillInputs(
             inputs=inputs,
-            input_lengths=count_input_tokens(inputs),
+            input_lengths=input_lengths,
             tokens=tokens,
             prefix_lengths=starts,
             sampling=rows,
@@ -296,7 +298,7 @@ class Decoder:
             adjusted = state.adjusted_log_probs  # None where every token is the argmax
             log_probs = jnp.zeros_like(log_probs) if adjusted is None else adjusted
         counts, sound = state.counts, jnp.all(jnp.isfinite(state.log_probs), axis=1)
-        scores = jnp.where(sound, jnp.sum(log_probs, axis=1), jnp.nan)
+        scores = jnp.where(sound & whole, jnp.sum(log_probs, axis=1), jnp.nan)
         # Where no token could be drawn the id is negative, which T5X cannot take.
         return Decoded(
             jnp.maximum(decoded, 0), scores, counts.target_calls, counts.drafted, counts.accepted
@@ -363,10 +365,21 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
-def count_input_tokens(inputs: jax.Array) -> jax.Array:
-    """Returns `[B]`: the tokens of each row of `inputs [B, L']`, without its padding, 0."""
-    places = jnp.arange(inputs.shape[1], dtype=jnp.int32) + 1
-    return jnp.max(jnp.where(inputs != 0, places, 0), axis=1)
+def align_inputs(inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Moves each row of `inputs [B, L']` to the left, over the padding, 0, before it.
+
+    T5X masks every 0. T5's positions are relative, so that moving a row changes nothing.
+
+    Returns:
+      inputs `[B, L']`; their lengths `[B]`, without the padding after them; and `[B]` whether the
+      rows have no 0 inside, which would count here.
+    """
+    there, places = inputs != 0, jnp.arange(inputs.shape[1], dtype=jnp.int32)
+    begin = jnp.argmax(there, axis=1).astype(jnp.int32)
+    order = (begin[:, None] + places) % inputs.shape[1]
+    moved = jnp.take_along_axis(inputs, order, axis=1)
+    lengths = jnp.max(jnp.where(moved != 0, places + 1, 0), axis=1)
+    return moved, lengths, jnp.sum(there, axis=1) == lengths
 
 
 def _split_sampling(
@@ -406,7 +419,7 @@ def _count_new_tokens(given: Mapping[str, Any], prompts: jax.Array, length: int)
         return jnp.full(prompts.shape, length, jnp.int32)
     if not is_traced(steps) and np.any(np.asarray(steps) < 1):
         raise ValueError(f"max_decode_steps: got {steps}, expected at least 1")
-    if hard:
+    if hard is not None and hard > 0:
         steps = jnp.minimum(steps, hard)
     return jnp.minimum(prompts + steps, length).astype(jnp.int32)
 

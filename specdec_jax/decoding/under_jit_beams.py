@@ -19,9 +19,9 @@ from specdec_jax.decoding.search_options import LEVELS, BeamOptions, check_draft
 from specdec_jax.decoding.under_jit import (
     UNSUPPORTED,
     Decoded,
+    align_inputs,
     check_models,
     check_names,
-    count_input_tokens,
     end_ids,
     is_traced,
     read_options,
@@ -103,7 +103,8 @@ class BeamDecoder:
 
         Returns:
           `tokens [B, K, L]`, the best last, and their `scores [B, K]`; places that nothing filled
-          are T5X's, zeros and −1e7. A row that met logits that are not numbers has NaN for scores.
+          are T5X's, zeros and −1e7. A row that met logits that are not numbers, or whose input has
+          a 0 inside, has NaN for scores.
 
         Raises:
           ValueError: other `decoder_params`, or values that make no sense; parameters of another
@@ -127,9 +128,10 @@ class BeamDecoder:
         if prompted:
             tokens, prefix_lengths = _make_prefixes(prompts, length, most)
         limits = jnp.broadcast_to(most + 1, prefix_lengths.shape)
+        inputs, input_lengths, whole = align_inputs(inputs)
         begin = PrefillInputs(
             inputs=inputs,
-            input_lengths=count_input_tokens(inputs),
+            input_lengths=input_lengths,
             tokens=tokens,
             prefix_lengths=prefix_lengths,
             sampling=sampling.rows(batch, vocab),
@@ -140,7 +142,7 @@ class BeamDecoder:
         )
         config = config._replace(max_new=length)
         state = run_loop(params, self.config, drafter, config, length + 1, begin)
-        return _order_as_t5x(state, length)
+        return _order_as_t5x(state, length, whole)
 
     def _checked(
         self, given: Mapping[str, Any], num_decodes: int, longest: int
@@ -170,12 +172,15 @@ def _make_prefixes(prompts: jax.Array, length: int, most: jax.Array) -> tuple[ja
     return tokens, 1 + jnp.minimum(forced, most)
 
 
-def _order_as_t5x(state: BeamState, length: int) -> Decoded:
-    """Returns the result of a search in T5X's order and form."""
+def _order_as_t5x(state: BeamState, length: int, whole: jax.Array) -> Decoded:
+    """Returns the result of a search in T5X's order and form.
+
+    `whole [B]` tells the rows whose inputs have no 0 inside.
+    """
     best, there = jax.tree.map(lambda x: x[:, ::-1], sort_hypotheses(state))
     lengths = (state.prefix_lengths[:, None] + best.lengths)[..., None]
     filled = there[..., None] & (jnp.arange(1, length + 1) < lengths)
-    scores = jnp.where((state.failed > 0)[:, None], jnp.nan, best.scores)
+    scores = jnp.where(((state.failed > 0) | ~whole)[:, None], jnp.nan, best.scores)
     counts = state.counts
     tokens = jnp.where(filled, best.tokens[:, :, 1 : length + 1], 0)
     return Decoded(tokens, scores, counts.target_calls, counts.drafted, counts.accepted)

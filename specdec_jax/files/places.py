@@ -389,7 +389,7 @@ def make_path(path: str | os.PathLike) -> AnyPath:
         return path
     text = os.fspath(path)
     if not is_remote(text):
-        return pathlib.Path(re.sub(r"^(file|local)://", "", text))
+        return pathlib.Path(re.sub(r"(?i)^(file|local)://", "", text))
     scheme, _, place = text.partition("://")
     if not (place := place.rstrip("/")):
         raise ValueError(f"{path}: got a scheme alone, expected a path behind it")

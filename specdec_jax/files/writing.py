@@ -22,6 +22,9 @@ from specdec_jax.files import places, user_cache
 from specdec_jax.files.places import AnyPath, RemotePath
 from specdec_jax.files.reading import PathLike, mismatch_error
 
+# Bytes of a file's name on every system, and the longest ending of a file beside an output.
+_LONGEST_NAME, _LONGEST_ENDING = 255, ".metrics.json"
+
 
 def write_file(path: PathLike, content: str | bytes) -> None:
     """Writes one file, text as UTF-8; see `open_new_file`."""
@@ -41,13 +44,13 @@ def open_new_file(path: PathLike) -> Iterator[BinaryIO]:
     Raises:
       OSError: something failed; the error names the file.
     """
-    remote = places.make_path(path)
-    if isinstance(remote, RemotePath):
+    path = places.make_path(path)
+    if isinstance(path, RemotePath):
         with tempfile.TemporaryDirectory() as folder:
             copy = pathlib.Path(folder, "new")
             with name_errors(copy), open(copy, "xb") as file:
                 yield file
-            remote.upload(copy)
+            path.upload(copy)
         return
     with name_errors(path):
         if is_pass_through(path):
@@ -101,7 +104,7 @@ def open_new_folder(folder: PathLike, check: Callable[[AnyPath], None]) -> Itera
             check(remote)
             _replace_remote(new, remote)
         return
-    place = pathlib.Path(os.path.realpath(folder))
+    place = pathlib.Path(os.path.realpath(remote))
     new, old = (place.with_name(f".{place.name}.specdec-{which}") for which in ("new", "old"))
     check(place)
     if os.path.ismount(place):
@@ -146,6 +149,7 @@ def is_pass_through(path: PathLike) -> bool:
     """
     if places.is_remote(path):
         return False
+    path = places.make_path(path)
     if _find_descriptor(path) is not None:
         return True
     try:
@@ -279,22 +283,36 @@ def check_output(path: str | None, name: str = "output", source: str | None = No
 
     It is also raised for the path of the input, `source`.
     """
-    if not path or is_pass_through(path):
+    if not path:
+        return
+    check_name(path, name)
+    if is_pass_through(path):
         return
     if source and places.is_same(path, source):
         raise mismatch_error(name, f"{path!r}, which is the input", "another file")
     remote = places.make_path(path)
     if isinstance(remote, RemotePath):
-        if path.endswith("/") or remote.is_dir():
-            raise ValueError(f"{name}: got {path!r}, expected a file")
+        if path.endswith("/") or remote.parent == remote or remote.is_dir():
+            raise ValueError(f"{name}: got {path!r}, expected a file in a bucket or folder")
         _check_remote(remote, name)
         return
-    place = pathlib.Path(os.path.realpath(path))
+    place = pathlib.Path(os.path.realpath(remote))
     if path.endswith("/") or place.is_dir() or not place.parent.is_dir():
         raise ValueError(f"{name}: got {path!r}, expected a file in a folder that exists")
     for needed in (place.parent, place):
         if needed.exists() and not os.access(needed, os.W_OK):
             raise mismatch_error(name, repr(path), f"a file that may be written: {needed} may not")
+
+
+def check_name(path: str, name: str) -> None:
+    """Raises ValueError for a name that no file can have, or none of those beside it."""
+    if "\0" in path:
+        raise mismatch_error(name, repr(path), "a name without NUL")
+    if places.is_remote(path):
+        return
+    most, place = _LONGEST_NAME - len(_LONGEST_ENDING), os.path.realpath(places.make_path(path))
+    if (size := len(os.fsencode(os.path.basename(place)))) > most:
+        raise mismatch_error(name, f"a name of {size} bytes", f"at most {most}")
 
 
 def _check_remote(path: RemotePath, name: str) -> None:

@@ -367,11 +367,11 @@ class _TargetScores:
 def _log_likelihood(logits: jax.Array, targets: jax.Array, lengths: jax.Array) -> jax.Array:
     """Returns `[B]`, the log-probability of `targets [B, T]` up to `lengths [B]`.
 
-    `logits` are `[B, T, V]`.
+    An id 0 weighs nothing, as in T5X. `logits` are `[B, T, V]`.
     """
     dists = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(dists, targets[..., None], axis=-1)[..., 0]
-    inside = jnp.arange(targets.shape[1]) < lengths[:, None]
+    inside = (jnp.arange(targets.shape[1]) < lengths[:, None]) & (targets != 0)
     return jnp.sum(jnp.where(inside, chosen, 0.0), axis=-1)
 
 

@@ -58,6 +58,12 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
     the distribution, the shapes and the scores of T5X's `decoding.temperature_sample` with the same
     settings, and with argmax the same tokens. With `decode_fn = decoding.beam_search`, T5X's
     default, they have the tokens and scores of that. Several samples of one input are rejected.
+
+    An id 0 in `encoder_input_tokens` is padding before and after an input. T5X also masks one
+    inside an input; here it is read as a token, and the row's scores are NaN.
+
+    A prompt (`prompt_with_targets`) ends at its first EOS or 0. T5X chooses a token in the place of
+    an EOS inside a prompt and then forces what follows there; here what follows is not forced.
     """
 
     @functools.partial(

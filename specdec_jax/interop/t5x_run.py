@@ -16,7 +16,10 @@ from specdec_jax.speculative.sampling import SamplingConfig
 CLASS = "SpeculativeEncoderDecoderModel"
 _THEIRS = "models.EncoderDecoderModel"
 # Arguments of T5X's class that are about decoding; a model's own gin file binds the others.
-_DECODING = ("decode_fn", "default_decoder_params", "num_decodes", "return_all_decodes")
+_DECODING = (
+    *("decode_fn", "default_decoder_params", "num_decodes", "return_all_decodes"),
+    *("decoder_params", "prompt_with_targets", "feature_converter_cls"),
+)
 _ignored: list[str] = []
 
 

@@ -89,6 +89,7 @@ _OTHERS: dict[str, Any] = {
     "stop_strings": None,
     "max_time": None,
 }
+KNOWN_FIELDS = (*_FIELDS, *_OTHERS)  # what `ModelDefaults.read` looks at
 
 
 @dataclasses.dataclass(frozen=True)

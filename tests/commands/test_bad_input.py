@@ -122,6 +122,10 @@ BAD = {
         ["generate", "PAIR", "--output_file=no/such/file", "hello"],
         "output_file: got 'no/such/file', expected",
     ),
+    "long output name": (
+        ["generate", "PAIR", f"--output_file={'x' * 300}", "hello"],
+        "output_file: got a name of 300 bytes, expected at most 242",
+    ),
     "output over the input": (
         ["generate", "PAIR", "--input_file=LATIN1", "--output_file=LATIN1"],
         "which is the input, expected",

@@ -407,6 +407,17 @@ def test_a_job_that_drafts_from_its_outputs_resumes_with_them(
     assert names == ["out", "out.gin", "whole", "whole.gin"]
 
 
+@pytest.mark.parametrize("learner", ["--drafter=suffix", "--learn"])
+def test_a_file_that_no_learner_saved_is_not_removed(specdec, pair, tmp_path, learner):
+    path, own = tmp_path / "out", tmp_path / "out.learned"
+    own.write_text("vocabulary that I have learned\n")
+    common = [one for one in arguments(pair) if not one.startswith("--drafter")]
+    common += [learner, f"--drafter={pair / 'drafter'}"][: 1 + (learner == "--learn")]
+    code, out, err = specdec(*common, f"--output_file={path}", *TEXTS[:2])
+    assert (code, out) == (2, "") and f"{own}: got " in err and "expected " in err
+    assert own.read_text() == "vocabulary that I have learned\n" and not path.exists()
+
+
 def test_what_is_drawn_with_earlier_outputs_needs_gumbel(specdec, pair):
     code, out, err = specdec("generate", "--target=TARGET", "--drafter=suffix", *WARM, "Tom")
     assert (code, out) == (2, "") and err.count("\n") == 1

@@ -76,6 +76,7 @@ def test_every_option_that_is_a_path_begins_at_home(name, home):
             (None, None),
             (("~/a", "b"), (f"{home}/a", "b")),
             ("file:///a/b", "/a/b"),
+            ("File:///a/b", "/a/b"),
             ("gs://a/b", "gs://a/b"),
         ]:
             assert getattr(paths.expand_options(made(given)), field) == expected

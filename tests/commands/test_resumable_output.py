@@ -90,6 +90,13 @@ OTHERS = {
 }
 
 
+def test_an_unknown_setting_is_named_on_one_line(tmp_path):
+    first = json.dumps({**SETTINGS, "inputs": 3, "a\nb": 1}) + "\n"
+    (tmp_path / "out.txt.partial").write_text(first)
+    with pytest.raises(ValueError, match=r"got results with 'a\\nb' 1, expected None"):
+        journal(tmp_path)
+
+
 @pytest.mark.parametrize("case", OTHERS)
 def test_a_journal_of_something_else_is_rejected_and_left_alone(tmp_path, case):
     path = fill(tmp_path, _2=["c"])

@@ -242,6 +242,18 @@ OTHERS = {
         lambda: sd.decode_stream(TARGET, ["w3"], skip=["a"]),
         r"skip: got \('a',\), expected numbers of inputs",
     ),
+    "skip past the end": (
+        lambda: sd.decode_stream(TARGET, ["w3"], skip=[0, 5]),
+        "skip: got 5, expected numbers of inputs, from 0 to 0",
+    ),
+    "skip from the end": (
+        lambda: sd.decode_stream(TARGET, ["w3"], skip=[-1]),
+        "skip: got -1, expected numbers of inputs, from 0 to 0",
+    ),
+    "learner": (
+        lambda: sd.decode_stream(TARGET, ["w3"], learner=3),
+        "learner: got 3, expected an object with drafter, saw and learn",
+    ),
     "stream": (lambda: list(sd.stream("x", ["w3"])), "target: got 'x', expected a LanguageModel"),
     "trace": (lambda: sd.trace(TARGET, None), "text: got None, expected a string"),
     "trace's samples": (

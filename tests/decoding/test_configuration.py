@@ -183,18 +183,61 @@ def test_a_file_decodes_what_the_options_decode(models, suffix, tmp_path):
 
 
 WRONG_FILES = {
-    "unknown.json": ('{"gama": 3}', "gama: got an unknown field; did you mean 'gamma'"),
+    "unknown.json": ('{"gama": 3}', "got an unknown field 'gama'; did you mean 'gamma'"),
+    "line.json": (r'{"ga\nma\n": 3}', r"got an unknown field 'ga\\nma\\n'"),
+    "line inside.json": (r'{"sampling": {"a\nb": 1}}', r"sampling: got 'a\\nb', expected"),
     "range.json": ('{"num_samples": 0}', "num_samples: got 0, expected an integer"),
     "policy.json": ('{"gamma": {"policy": "best"}}', "gamma: got policy 'best', expected one of"),
-    "sampling.json": ('{"sampling": {"heat": 1}}', "sampling: got heat, expected fields of"),
+    "sampling.json": ('{"sampling": {"heat": 1}}', "sampling: got 'heat', expected fields of"),
     "inner.json": ('{"sampling": {"top_p": 2}}', "sampling: top_p: got 2, expected"),
     "tree.json": ('{"tree": "x:1"}', "tree: got 'x:1', expected widths"),
     "list.json": ("[3]", "got .* expected"),
-    "unknown.gin": ("generation_config.GenerationConfig.gama = 3", "gama: got an unknown field"),
+    "unknown.gin": ("generation_config.GenerationConfig.gama = 3", "got an unknown field 'gama'"),
     "range.gin": ("generation_config.GenerationConfig.deadline = -1", "deadline: got -1, expected"),
     "other.gin": ("train.run.steps = 3", "train.run: got bindings of it, expected those of"),
     "macro.gin": ("generation_config.GenerationConfig.gamma = %X", "gamma: got @%X, expected"),
+    "nested.gin": (
+        "generation_config.GenerationConfig.stop = [@a.b()]",
+        "stop: got @a.b, expected a value",
+    ),
+    "alone.gin": (
+        "sampling.SamplingConfig.temperature = 0.7",
+        r"sampling.SamplingConfig: got bindings that count nowhere, expected "
+        r"generation_config.GenerationConfig.sampling = @sampling.SamplingConfig\(\) too",
+    ),
+    "policy.gin": (
+        "generation_config.GenerationConfig.gamma = 3\npolicies.Heuristic.maximum = 6",
+        r"policies.Heuristic: got .*GenerationConfig.gamma = @policies.Heuristic\(\) too",
+    ),
+    "tree.gin": (
+        "generation_config.GenerationConfig.tree = @tree_text.read_tree()\n"
+        "tree_text.read_tree.text = 'widths:2'\ntree_text.read_tree.width = 3",
+        "read_tree: got text, width, expected its text alone",
+    ),
+    "bare.gin": (
+        "generation_config.GenerationConfig.tree = @tree_text.read_tree()",
+        "read_tree: got nothing, expected its text alone",
+    ),
+    "kind.gin": (
+        "generation_config.GenerationConfig.tree = @sampling.SamplingConfig()",
+        r"tree: got @sampling.SamplingConfig, expected a value or @tree_text.read_tree\(\)",
+    ),
+    "defaults.gin": (
+        "generation_config.GenerationConfig.generation_config = @model_defaults.ModelDefaults()\n"
+        "model_defaults.ModelDefaults.max_lenght = 9",
+        "generation_config: got an unknown field 'max_lenght'; did you mean 'max_length'",
+    ),
+    "defaults.json": ('{"generation_config": {"top": 2}}', "got an unknown field 'top'"),
+    "ids.gin": (
+        "generation_config.GenerationConfig.sampling = @sampling.SamplingConfig()\n"
+        "sampling.SamplingConfig.logit_bias = {1.7: 0.5}",
+        "sampling: got id 1.7, expected an integer",
+    ),
+    "ids.json": ('{"sampling": {"logit_bias": {"1.7": 1}}}', "got id '1.7', expected an integer"),
     "include.gin": ("include 'other.gin'", "got IncludeStatement, expected bindings alone"),
+    "bracket.gin": ("generation_config.GenerationConfig.stop = ['.'", "EOF in multi-line"),
+    "quote.gin": ('generation_config.GenerationConfig.stop = """.', "EOF in multi-line string"),
+    "deep.gin": ("generation_config.GenerationConfig.stop = " + "[" * 3000, "recursion"),
     "syntax.gin": ("generation_config.GenerationConfig.gamma = =", "."),
 }
 

@@ -32,7 +32,16 @@ def pair():
     return target, sd.ModelDrafter(drafter)
 
 
-def decode(decoder: Decoder, target, prompts=PROMPTS, eos=1, rng=None, traced=None, **options):
+def decode(
+    decoder: Decoder,
+    target,
+    prompts=PROMPTS,
+    eos=1,
+    rng=None,
+    traced=None,
+    inputs=INPUTS,
+    **options,
+):
     """Decodes as a framework would, with all of `traced` as arguments of a jitted function."""
 
     @jax.jit
@@ -43,7 +52,7 @@ def decode(decoder: Decoder, target, prompts=PROMPTS, eos=1, rng=None, traced=No
         )
 
     return jax.tree.map(
-        np.asarray, config(flax.core.freeze(target.params), INPUTS, prompts, rng, traced or {})
+        np.asarray, config(flax.core.freeze(target.params), inputs, prompts, rng, traced or {})
     )
 
 
@@ -164,16 +173,30 @@ def test_arguments_of_one_call_may_be_traced(pair):
         np.testing.assert_allclose(got.scores, own, atol=1e-4)
 
 
-def test_steps_of_one_call(pair):
+def test_zeros_before_and_inside_an_input(pair):
+    """Before it they are padding; inside, where T5X would mask them, the scores are NaN."""
+    target, drafter = pair
+    decoder = Decoder(target.config, drafter, gamma=2, rescale_log_probs=False)
+    plain = decode(decoder, target)
+    moved = decode(decoder, target, inputs=np.array([*INPUTS[:2], [0, 0, 11, 1, 0]], np.int32))
+    for one, other in zip(plain, moved):
+        np.testing.assert_array_equal(one, other)
+    inside = decode(decoder, target, inputs=np.array([*INPUTS[:2], [0, 11, 0, 1, 0]], np.int32))
+    np.testing.assert_array_equal(np.isnan(inside.scores), [False, False, True])
+    np.testing.assert_array_equal(inside.scores[:2], plain.scores[:2])
+
+
+@pytest.mark.parametrize(("hard", "most"), [(2, 2), (-1, 3), (0, 3)])
+def test_steps_of_one_call(hard, most, pair):
     target, _ = pair
     got = decode(
         Decoder(target.config),
         target,
         traced={"max_decode_steps": 3},
-        decoder_params={"max_decode_steps_hard_limit": 2},
+        decoder_params={"max_decode_steps_hard_limit": hard},
     )
     greedy, *_ = expected(target, None)
-    steps = np.arange(LENGTH) < np.count_nonzero(PROMPTS, axis=1)[:, None] + 2
+    steps = np.arange(LENGTH) < np.count_nonzero(PROMPTS, axis=1)[:, None] + most
     np.testing.assert_array_equal(got.tokens, np.where(steps, greedy, 0))
 
 

@@ -33,7 +33,7 @@ def pair():
     return target, sd.ModelDrafter(drafter)
 
 
-def decode(decoder: BeamDecoder, params, eos=1, **traced):
+def decode(decoder: BeamDecoder, params, eos=1, inputs=INPUTS, **traced):
     """Decodes as a framework would, with all of `traced` as arguments of a jitted function."""
 
     @jax.jit
@@ -42,7 +42,7 @@ def decode(decoder: BeamDecoder, params, eos=1, **traced):
             params, inputs, prompts, eos, decoder_params=traced, num_decodes=BEAMS
         )
 
-    return jax.tree.map(np.asarray, config(flax.core.freeze(params), INPUTS, PROMPTS, traced))
+    return jax.tree.map(np.asarray, config(flax.core.freeze(params), inputs, PROMPTS, traced))
 
 
 def expected(target, drafter, limit=LENGTH, eos=1, **options):
@@ -66,6 +66,18 @@ def expected(target, drafter, limit=LENGTH, eos=1, **options):
         )
         tokens[row // BEAMS, BEAMS - 1 - row % BEAMS, : len(whole)] = whole
     return tokens, found.scores.reshape(-1, BEAMS)[:, ::-1], found.stats
+
+
+def test_zeros_before_and_inside_an_input(pair):
+    target, decoder = pair[0], BeamDecoder(pair[0].config)
+    plain = decode(decoder, target.params)
+    for last, inside in (([0, 0, 11, 1, 0], False), ([0, 11, 0, 1, 0], True)):
+        inputs = np.array([*INPUTS[:2], last], np.int32)
+        found = decode(decoder, target.params, inputs=inputs)
+        rows = [True, True, not inside]
+        np.testing.assert_array_equal(found.tokens[rows], plain.tokens[rows])
+        np.testing.assert_array_equal(found.scores[rows], plain.scores[rows])
+        assert np.isnan(found.scores[2]).all() == inside
 
 
 @pytest.mark.slow

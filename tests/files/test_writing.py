@@ -136,6 +136,34 @@ def test_a_file_is_replaced_whole_and_keeps_its_permissions(tmp_path):
     assert names(tmp_path) == ["out", "out.part"]
 
 
+def test_what_a_file_url_names_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path}/out"
+    writing.check_output(url)
+    writing.write_file(url, "a")
+    with writing.open_new_folder(f"{url}.folder", lambda path: None) as folder:
+        (folder / "b").touch()
+    assert (tmp_path / "out").read_text() == "a" and names(tmp_path / "out.folder") == ["b"]
+    assert names(tmp_path) == ["out", "out.folder"]
+    with pytest.raises(ValueError, match="output: got .*, expected a file in a folder that exists"):
+        writing.check_output(f"{url}.folder")
+    assert writing.is_pass_through("file:///dev/null")
+
+
+def test_names_that_no_file_can_have(tmp_path):
+    """Nor those that lie beside it while a command works."""
+    writing.check_output(str(tmp_path / ("x" * 242)))
+    for text, got in (
+        ("x" * 243, "a name of 243 bytes"),
+        ("ä" * 122, "a name of 244 bytes"),
+        ("x" * 300, "a name of 300 bytes"),
+    ):
+        with pytest.raises(ValueError, match=f"output: got {got}, expected at most 242"):
+            writing.check_output(str(tmp_path / text))
+    with pytest.raises(ValueError, match="plot: got .*, expected a name without NUL"):
+        writing.check_output(str(tmp_path / "a\0b"), "plot")
+
+
 def umask() -> int:
     os.umask(mask := os.umask(0))
     return mask

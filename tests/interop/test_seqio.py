@@ -350,3 +350,15 @@ def test_parts_of_a_task_join_into_what_one_run_gives(generate, toys, tmp_path):
     assert "".join(part.read_text() for part in parts) == whole.read_text()
     code, _, error = generate("--task=toy_text", "--shard=0/999", f"--output_file={whole}")
     assert code == 2 and "shard: got '0/999' of" in error
+
+
+@needs_seqio
+def test_ids_0_of_targets_weigh_nothing():
+    from specdec_jax.interop import seqio_jobs
+
+    logits = np.random.default_rng(0).normal(size=(2, 4, 6)).astype(np.float32)
+    targets = np.array([[3, 0, 2, 1], [0, 5, 1, 0]])
+    dists = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    chosen = np.take_along_axis(dists, targets[..., None], axis=-1)[..., 0]
+    found = seqio_jobs._log_likelihood(logits, targets, np.array([4, 3]))
+    np.testing.assert_allclose(found, [chosen[0, [0, 2, 3]].sum(), chosen[1, 1:3].sum()], rtol=1e-5)

@@ -185,6 +185,7 @@ OPTIONS = {
     # what one call says; whether there are prompts, and all decodes are asked for
     "steps": (dict(max_decode_steps=5, rescale_log_probs=False), True, True),
     "hard limit": (dict(max_decode_steps=9, max_decode_steps_hard_limit=4), False, False),
+    "no hard limit": (dict(max_decode_steps=3, max_decode_steps_hard_limit=-1), False, False),
     "the best": (dict(temperature=1.0, topk=1, rescale_log_probs=False), True, False),
     "cold rows": (
         dict(temperature=np.array([0, 5e-5, 0, 0], np.float32), rescale_log_probs=False),
@@ -224,6 +225,25 @@ def test_options_of_one_call_are_t5xs(case, golden):
     np.testing.assert_array_equal(tokens, expected[0])
     np.testing.assert_allclose(aux["scores"], expected[1]["scores"], rtol=1e-5, atol=1e-4)
     assert given.keys() == {"temperature", *bound}  # T5X writes into it; we do not
+
+
+@pytest.mark.slow
+def test_zeros_before_an_input_are_masked_as_t5x_does(golden):
+    _, io, target = golden
+    inputs = np.pad(np.array(io["encoder_input_tokens"]), ((0, 0), (3, 0)))
+    theirs = models.EncoderDecoderModel(
+        interop.make_transformer(target.config),
+        Ids,
+        Ids,
+        None,
+        decode_fn=functools.partial(
+            decoding.temperature_sample, temperature=0.0, rescale_log_probs=False
+        ),
+    )
+    expected = predict(theirs, target.params, inputs)
+    tokens, aux = predict(speculative(target, rescale_log_probs=False), target.params, inputs)
+    np.testing.assert_array_equal(tokens, expected[0])
+    np.testing.assert_allclose(aux["scores"], expected[1]["scores"], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.slow

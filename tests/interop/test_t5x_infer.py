@@ -127,7 +127,7 @@ def test_the_infer_command(golden, tmp_path, monkeypatch):
             "argmax, where",
             "of no effect here: models.EncoderDecoderModel.decode_fn",
             "specdec_jax: 2 batches",
-            "(100.0% of them)",
+            "(100.0% of them, ",
         ),
     )
     assert [line["prediction"] for line in ours] == io["greedy_eos1"].tolist() and ours == plain

@@ -64,10 +64,20 @@ def test_without_it_nothing_is_checked(tmp_path):
     assert not t5x_run._ignored
 
 
-def test_what_has_no_effect_is_named(tmp_path):
-    parse(tmp_path, MODEL, RUN, BEAMS, OURS)
+@pytest.mark.parametrize(
+    "bound",
+    [
+        "predict_batch_with_aux.num_decodes = 4",
+        "predict_batch_with_aux.prompt_with_targets = True",
+        "predict_batch_with_aux.decoder_params = {'alpha': 1.0}",
+        "feature_converter_cls = 3",
+    ],
+)
+def test_what_has_no_effect_is_named(bound, tmp_path):
+    parse(tmp_path, MODEL, RUN, f"{HEAD}gin_models.EncoderDecoderModel.{bound}\n", OURS)
     line = t5x_run.describe(sd.PromptLookupDrafter(), 4, "block", None, {}, sd.SamplingConfig())
-    assert "of no effect here: models.EncoderDecoderModel.num_decodes" in line
+    name = bound.split(" ")[0].split(".")[-1]
+    assert f"of no effect here: models.EncoderDecoderModel.{name}, " in line
 
 
 def test_the_line_at_the_start():

@@ -2,10 +2,10 @@
 
 
 class EncoderDecoderModel:
-    def __init__(self, module=None, decode_fn=None):
+    def __init__(self, module=None, decode_fn=None, feature_converter_cls=None):
         self.module = module
 
-    def predict_batch_with_aux(self, num_decodes=1):
+    def predict_batch_with_aux(self, num_decodes=1, decoder_params=None, prompt_with_targets=False):
         return num_decodes
 
 
