@@ -146,14 +146,10 @@ class SuffixHistory:
         expected = TextInfo(self._vocab_size, self._fingerprint, info.checksum)
         if info != expected:
             raise mismatch_error(path, "texts of another vocabulary", "those of this target")
-<<<<<<< HEAD
         ids = np.array(text.ids, np.int32)
         sizes = np.diff(np.flatnonzero(ids == 0), prepend=-1)  # each with the 0 behind it
         kept = np.repeat(sizes <= self._capacity // 2, sizes)  # as `_keep` does
-        self._new.append(ids[: len(kept)][kept])
-=======
-        self._new = [*self._new, np.array(text.ids, np.int32)]
->>>>>>> fix3
+        self._new = [*self._new, ids[: len(kept)][kept]]
         self.learn()
 
     def summary(self) -> str:
