@@ -206,7 +206,7 @@ settings(
 settings(
     "safetensors",
     "config.json",
-    {"eos_token_id": (-1, 10**20), "decoder_start_token_id": (40,)},
+    {"eos_token_id": (10**20,), "decoder_start_token_id": (40,)},
     names="model",
 )
 for name in ("n_embd", "n_head", "n_layer", "n_inner", "n_positions", "vocab_size"):
