@@ -89,7 +89,7 @@ def pytest_collection_finish(session):
 
 def pytest_report_header(config):
     """Says how long the tests take."""
-    times = {"not slow": "first tier: 6 to 15 minutes", "slow": "slow tier: 50 to 90 minutes"}
+    times = {"not slow": "first tier: 6 to 16 minutes", "slow": "slow tier: 50 to 90 minutes"}
     known = times.get(config.option.markexpr)
     return f"{known} on two cores" if known else None
 
