@@ -201,7 +201,8 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
     if name == "shortfalls":
         records = [record for record in records if list_shortfalls(record["stages"])]
         columns = [list_shortfalls(record["stages"]) for record in records]
-        quick = [any(map(was_quick, record["stages"].values())) for record in records]
+        parts = [record["stages"].values() for record in records]
+        quick = [any("rows" in part and was_quick(part) for part in some) for some in parts]
         heads = [name_machine(one) + " (`--quick`)" * some for one, some in zip(records, quick)]
         return _write_rows("what falls short", heads, columns)
     stage, _, text = name.partition(" ")
