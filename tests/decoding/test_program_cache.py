@@ -2,6 +2,7 @@
 
 import pathlib
 
+import cache_settings
 import jax
 import pytest
 
@@ -12,16 +13,9 @@ from specdec_jax.decoding.program_cache import keep_programs
 def base(tmp_path, monkeypatch):
     """Returns a new user's cache folder, and restores JAX's settings."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    names = [
-        "jax_compilation_cache_dir",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes",
-    ]
-    before = {name: getattr(jax.config, name) for name in names}
-    jax.config.update("jax_compilation_cache_dir", None)
-    yield tmp_path / "specdec_jax"
-    for name, value in before.items():
-        jax.config.update(name, value)
+    with cache_settings.restored():
+        jax.config.update("jax_compilation_cache_dir", None)
+        yield tmp_path / "specdec_jax"
 
 
 def test_only_the_user_may_read_or_write_it(base):

@@ -2,6 +2,7 @@
 
 import shutil
 
+import cache_settings
 import jax
 import pytest
 from announcements import without_course
@@ -61,15 +62,8 @@ def cache(tmp_path_factory, monkeypatch):
     if not base.exists() and native.is_available():
         shutil.copytree(user_cache.private_folder("kernel"), base / "specdec_jax" / "kernel")
     monkeypatch.setenv("XDG_CACHE_HOME", str(base))
-    names = [
-        "jax_compilation_cache_dir",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes",
-    ]
-    before = {name: getattr(jax.config, name) for name in names}
-    yield base / "specdec_jax"
-    for name, value in before.items():
-        jax.config.update(name, value)
+    with cache_settings.restored():
+        yield base / "specdec_jax"
 
 
 @pytest.fixture

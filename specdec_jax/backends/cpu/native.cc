@@ -1075,7 +1075,7 @@ struct Scoring {
   float divisor, cap;
 };
 
-// A query, which sees the first `live` keys and values of a place; `scores`: room for `live` + kLanes numbers.
+// A query, which sees the first `live` keys and values of a place; `scores`: memory for `live` + kLanes numbers.
 template <typename Place>
 struct Query {
   Place place;
@@ -1214,7 +1214,7 @@ static float* room_for(int64_t scores) {
   return room(own, scores);
 }
 
-// Attends for those of T queries that `make(t, query)` makes, all but its room for scores, where it returns true. `slots`: the most
+// Attends for those of T queries that `make(t, query)` makes, but for where its scores go, where it returns true. `slots`: the most
 // that one sees.
 template <typename Place, typename Make>
 static void attend_all(int64_t T, int64_t slots, const float* next, int64_t K, Scoring how, const Make& make) {
