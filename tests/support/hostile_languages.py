@@ -125,7 +125,6 @@ SETTINGS = {
     "languages of no set": ("m2m_100", dict(language_codes="all")),
     "a list of languages": ("m2m_100", dict(language_codes=["en"])),
     "tables that are neither separate nor not": ("marian", dict(separate_vocabs="yes")),
-    "an end that is no piece": ("marian", dict(eos_token="<nothing>")),
     "an end of no text": ("marian", dict(eos_token=5)),
     "another offset": ("pegasus", dict(offset=5)),
     "an offset of text": ("pegasus", dict(offset="103")),
@@ -147,6 +146,5 @@ for kind, (base, options) in SETTINGS.items():
         base,
         "tokenizer_config.json",
         edited(lambda content, options=options: content | options),
-        names="eos_token" if kind == "an end that is no piece" else None,
     )
 QUICK = dict(list(ALL.items())[::EVERY])

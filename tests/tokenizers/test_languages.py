@@ -136,6 +136,18 @@ def test_marians_added_tokens_are_those_of_transformers(listed, tmp_path):
         open_vocabulary("m2m_100", tmp_path / "m2m", additional_special_tokens=["<sep>"])
 
 
+def test_marians_end_that_is_no_piece_gets_the_next_id(tmp_path):
+    """The ids are those of transformers 5.24; a model without such an id rejects the input."""
+    vocabulary = open_vocabulary("marian", tmp_path / "end", eos_token="<nothing>")
+    assert vocabulary.eos_ids == (120,)
+    ids = vocabulary.encode_input(">>deu<< Suppe heiss")
+    assert ids == [117, 42, 29, 27, 27, 3, 2, 71, 12, 4, 4, 120]
+    model = make_model("marian", tmp_path / "sound")
+    assert model.config.vocab_size == 120
+    with pytest.raises(ValueError, match=r"outside the vocabulary, .* \(input 0: id 120\)"):
+        sd.generate(model, [ids], gamma=0)
+
+
 @pytest.mark.parametrize("name", TRANSLATING)
 def test_an_input_without_a_language_is_rejected(name, tmp_path):
     case, vocabulary = CASES[name], open_vocabulary(name, tmp_path)
