@@ -153,12 +153,8 @@ def _read_floats(
 
 def _read_packed_rows(tensor: StoredTensor) -> PackedWeight:
     """Returns an embedding that is the head too, packed as that."""
-    if tensor.read_part is None:  # each part would read the whole
-        tensor = StoredTensor.from_array(tensor.load(np.float32))
-    every = slice(0, tensor.shape[1])
-    return PackedWeight.read_rows(
-        tensor.shape, lambda rows: tensor.load_part(np.float32, (rows, every))
-    )
+    rows = tensor.load(np.float32)  # as a whole: a part may take the reading of a chunk, or of all
+    return PackedWeight.read_rows(rows.shape, rows.__getitem__)
 
 
 def _read_int8(name: str, tensor: StoredTensor, input_bits: int | None) -> Int8Weight:

@@ -9,7 +9,8 @@ import pytest
 from make_checkpoints import TINY, TINY_1_0
 
 import specdec_jax as sd
-from specdec_jax.checkpoints import int8, native_format, tensorstore_arrays
+from specdec_jax.backends.cpu import packed_weights
+from specdec_jax.checkpoints import int8, native_format, tensorstore_arrays, weights
 from specdec_jax.checkpoints.converter import convert
 from specdec_jax.checkpoints.stored_tensor import StoredTensor
 from specdec_jax.commands import main
@@ -91,6 +92,19 @@ def test_a_part_is_that_part(name, tmp_path):
     assert (
         leaf.load("bfloat16").dtype.name == leaf.load_part("bfloat16", box).dtype.name == "bfloat16"
     )
+
+
+def test_an_embedding_that_is_the_head_is_read_once(tmp_path, monkeypatch):
+    """Of some files a part takes the reading of the whole, or of a chunk."""
+    monkeypatch.setattr(packed_weights, "_READ", 16 * TINY_1_0.emb_dim)
+    sd.save(make.model_of(make.random_params(TINY_1_0), TINY_1_0), tmp_path, dtype="int8")
+    leaf = native_format.open_folder(tmp_path).parameters["token_embedder/embedding"]
+    values, scales = leaf.parts
+    read = []
+    counted = dataclasses.replace(values, read=lambda *how: read.append(0) or values.read(*how))
+    packed = weights._read_packed_rows(int8.multiply_parts(counted, scales))
+    np.testing.assert_array_equal(packed.unpack_rows(), leaf.load("float32"))
+    assert len(read) == 1
 
 
 def test_tiny_and_infinite_numbers():

@@ -161,10 +161,7 @@ class PackedWeight:
     def read_rows(
         cls, shape: tuple[int, ...], read: Callable[[slice], Float32[np.ndarray, "part D"]]
     ) -> "PackedWeight":
-        """Does what `pack_rows` does, of rows that `read` returns, a part at a time.
-
-        So they are never in memory twice.
-        """
+        """Does what `pack_rows` does, of rows that `read` returns, a part at a time."""
         columns, lines = shape
         panels, some = -(-columns // _COLUMNS), max(1, _READ // (_COLUMNS * lines))
         values = _make_aligned((panels, lines, _COLUMNS))
