@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiers
 from kernel_inputs import UNIT, normal, same
+from kernel_widths import compiled_for
 
 from specdec_jax.backends.cpu import native, packed_weights
 from specdec_jax.backends.cpu.packed_weights import Scoring
@@ -134,6 +135,15 @@ def test_bits_of_self_attention(T, K):
     for b, position in enumerate(case.positions):
         larger.keys[b, :, position + T :] = larger.values[b, :, position + T :] = np.nan
     same(larger.run()[0], whole)
+
+
+@pytest.mark.slow
+def test_bits_where_compilers_avoid_fused_operations(width, tmp_path):
+    """GCC does for some processors, where a loop adds up one sum and not several."""
+    if width != "native":
+        pytest.skip("one kernel is enough")
+    with compiled_for("native", tmp_path, "--param=avoid-fma-max-bits=512"):
+        test_bits_of_self_attention(12, 64)
 
 
 def test_self_attention_of_valid_positions():

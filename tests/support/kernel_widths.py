@@ -15,30 +15,30 @@ from specdec_jax.backends.cpu import selftest as cpu_selftest
 # others that this processor can run, by name: "haswell sandybridge".
 NARROW = ["x86-64"] if platform.machine() == "x86_64" else []
 WIDTHS = ["native", *NARROW, *os.environ.get("SPECDEC_TEST_MARCH", "").split()]
-_suffixes: dict[
-    str, str
-] = {}  # suffix of FFI targets by processor, since a process can register a name only once
+# Suffix of FFI targets by processor and flags, since a process can register a name only once.
+_suffixes: dict[tuple[str, ...], str] = {}
 
 
 @contextlib.contextmanager
-def compiled_for(march: str, folder):
-    """Within the block, uses kernels that were compiled for this processor."""
-    if march == "native":
+def compiled_for(march: str, folder, *flags: str):
+    """Within the block, uses kernels that were compiled for this processor, with more flags."""
+    if march == "native" and not flags:
         yield
         return
-    if march not in _suffixes:
-        library, source = folder / f"{march}.so", native._SOURCE
-        flags = [*native._FLAGS, f"-march={march}", f"-I{jax.ffi.include_dir()}", "-o", library]
-        subprocess.run([*native._find_compiler().command, *flags, source], check=True, timeout=120)
-        cpu_selftest.register(
-            str(library), {f"{name}_{march}": symbol for name, symbol in native.TARGETS.items()}
-        )
-        _suffixes[march] = f"_{march}"
-    whole = jax.ffi.ffi_call
+    if (how := (march, *flags)) not in _suffixes:
+        library, suffix = folder / "kernels.so", f"_{len(_suffixes)}"
+        compiler = native._find_compiler()
+        own = native._native_flags(compiler)[0] if march == "native" else [f"-march={march}"]
+        options = [*native._FLAGS, *flags, *own, f"-I{jax.ffi.include_dir()}", "-o", library]
+        subprocess.run([*compiler.command, *options, native._SOURCE], check=True, timeout=300)
+        targets = {name + suffix: symbol for name, symbol in native.TARGETS.items()}
+        cpu_selftest.register(str(library), targets)
+        _suffixes[how] = suffix
+    whole, suffix = jax.ffi.ffi_call, _suffixes[how]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             jax.ffi,
             "ffi_call",
-            lambda name, *rest, **more: whole(name + _suffixes[march], *rest, **more),
+            lambda name, *rest, **more: whole(name + suffix, *rest, **more),
         )
         yield

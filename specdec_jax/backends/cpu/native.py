@@ -58,8 +58,14 @@ _PROBE = pathlib.Path(selftest.__file__)
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-O2", "-std=c++17", "-fPIC", "-shared", "-w")
 # Flags for this processor, of which the first that the compiler accepts are used: some compilers
-# for ARM know only the second.
-_NATIVE = (("-march=native",), ("-mcpu=native",), ())
+# for ARM know only the third. For some processors GCC uses no fused multiply-adds in a loop with a
+# single sum, unless told so: that sum would have other bits than several computed together.
+_NATIVE = (
+    ("-march=native", "--param=avoid-fma-max-bits=0"),
+    ("-march=native",),
+    ("-mcpu=native",),
+    (),
+)
 _COMPILE_SECONDS, _PROBE_SECONDS, _ASK_SECONDS = 120, 60, 20
 # Seconds that a failure is remembered: a full disk or memory, or a slow machine, may have been its
 # cause.
