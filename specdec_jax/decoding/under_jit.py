@@ -78,7 +78,7 @@ class Decoded(NamedTuple):
     Attributes:
       tokens: `[B, L]` int32, the prompt and what follows, EOS included, then 0.
       scores: `[B]` float32, log-probability of the new tokens; NaN if the target's logits are not
-        finite numbers.
+        finite numbers, or the input has a 0 inside.
       target_calls, drafted, accepted: `[B]` int32, as in `state.Counts`.
     """
 
