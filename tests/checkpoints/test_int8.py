@@ -97,8 +97,8 @@ def test_a_part_is_that_part(name, tmp_path):
 def test_an_embedding_that_is_the_head_is_read_once(tmp_path, monkeypatch):
     """Of some files a part takes the reading of the whole, or of a chunk."""
     monkeypatch.setattr(packed_weights, "_READ", 16 * TINY_1_0.emb_dim)
-    sd.save(make.model_of(make.random_params(TINY_1_0), TINY_1_0), tmp_path, dtype="int8")
-    leaf = native_format.open_folder(tmp_path).parameters["token_embedder/embedding"]
+    sd.save(make.model_of(make.random_params(TINY_1_0), TINY_1_0), tmp_path / "a", dtype="int8")
+    leaf = native_format.open_folder(tmp_path / "a").parameters["token_embedder/embedding"]
     values, scales = leaf.parts
     read = []
 
