@@ -66,7 +66,7 @@ _NATIVE = (
     ("-mcpu=native",),
     (),
 )
-_COMPILE_SECONDS, _PROBE_SECONDS, _ASK_SECONDS = 120, 60, 20
+_COMPILE_SECONDS, _PROBE_SECONDS, _ASK_SECONDS = 400, 120, 20  # on a busy machine too
 # Seconds that a failure is remembered: a full disk or memory, or a slow machine, may have been its
 # cause.
 _FORGOTTEN = 86_400
