@@ -8,6 +8,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
+import unittest.mock
 
 import make_checkpoints as make
 import pytest
@@ -18,8 +19,14 @@ from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.commands import main
 from specdec_jax.decoding import inputs
 from specdec_jax.drafters.ngram import NGramDrafter
+from specdec_jax.files import reading
 from specdec_jax.models.t5 import T5Config
-from specdec_jax.tokenizers import huggingface_folders, special_tokens, vocabularies
+from specdec_jax.tokenizers import (
+    folder_options,
+    huggingface_folders,
+    special_tokens,
+    vocabularies,
+)
 from specdec_jax.training import corpus, sequence_distillation
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -286,6 +293,17 @@ def test_many_long_special_tokens_take_time_in_proportion_to_a_text():
     assert found == ["a" * 499_500, "a" * 500 + "007", ""]  # took hours
     with pytest.raises(ValueError, match="got special tokens of 100,001 characters, expected at"):
         special_tokens.SpecialTokens({"a" * 100_001: 0})
+
+
+def test_tokens_with_names_take_time_in_proportion(tmp_path, monkeypatch):
+    """The file that names them is read a few times, which may be from a store."""
+    tokens = {f"x{i}_token": f"<{i}>" for i in range(10_000)}  # took minutes
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+    read = unittest.mock.Mock(side_effect=reading.read_optional_json)
+    monkeypatch.setattr(reading, "read_optional_json", read)
+    described = folder_options.describe_added(tmp_path, {})
+    assert [token["content"] for token in described] == list(tokens.values())
+    assert read.call_count < 5
 
 
 def test_an_empty_added_token_is_left_out_as_in_transformers(tmp_path):
