@@ -104,9 +104,11 @@ def list_notes(folder: AnyPath, vocabulary: Vocabulary | None) -> tuple[str, ...
     transformers removes spaces before punctuation from decoded texts if an option says so, but not
     for merges (BPE). The text of the first tokens would then change with those that follow.
     """
+    if vocabulary is None:  # or not read: the file may be damaged
+        return ()
     options = reading.read_optional_json(folder / "tokenizer_config.json")
     forced = options.get(f"{_CLEAN_UP}_for_bpe_even_though_it_will_corrupt_output")
-    if vocabulary is None or not read_flag(folder, options, _CLEAN_UP):
+    if not read_flag(folder, options, _CLEAN_UP):
         return ()
     if getattr(vocabulary, "has_merges", False) and not forced:
         return ()
