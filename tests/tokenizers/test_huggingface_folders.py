@@ -391,6 +391,24 @@ def test_a_token_around_a_text_must_be_in_the_vocabulary(tmp_path):
         opened("no processor", tmp_path, tokenizer_config={"tokenizer_class": "RobertaTokenizer"})
 
 
+def test_gpt2s_own_files_have_added_tokens_in_the_order_of_transformers(tmp_path):
+    """The ids are those of transformers 5.24: first tokens with ids, then those with names."""
+    named = {"pad_token": "[PAD]", "additional_special_tokens": ["<b>"], "x_token": "<x>"}
+    found = opened("gpt2 merges", tmp_path / "named", tokenizer_config=named)
+    assert found.encode("<x>y <b> [PAD]") == [289, 88, 220, 290, 220, 288]
+    named = {
+        "additional_special_tokens": ["<b>"],
+        "pad_token": {"content": "[PAD]", "lstrip": True},
+    }
+    numbered = {"<x>": 289, "<hl>": 288}
+    changes = dict(special_tokens_map=named, added_tokens=numbered)
+    found = opened("gpt2 merges", tmp_path / "both", **changes)
+    assert found.encode("a <hl> b [PAD] c<x>y <b> ") == [
+        *(64, 220, 288, 271, 290, 280),
+        *(289, 88, 220, 291, 220),
+    ]
+
+
 def test_an_added_token_with_another_id_than_the_next_is_rejected(tmp_path):
     with pytest.raises(
         ValueError, match="json: got the added token '<hl>' with id 299, expected 2"
