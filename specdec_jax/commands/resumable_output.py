@@ -127,7 +127,12 @@ class Journal:
         with open_new_file(self._output) as file:
             for line in self.lines():
                 file.write(line.encode() + b"\n")
+        self.discard()
+
+    def discard(self) -> None:
+        """Removes the journal."""
         if self._parts:
+            self._parts.end()
             self._parts.remove()
         self.path.unlink()
 

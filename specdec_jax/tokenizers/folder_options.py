@@ -28,9 +28,13 @@ def special_token(folder: AnyPath, options: dict, name: str) -> str | None:
     return token_text(token, folder / "tokenizer_config.json", name) if token else None
 
 
-def named_token(folder: AnyPath, options: dict, name: str) -> Any:
-    """Returns a token as the folder's files give it, checked; None if none does."""
-    if token := _read_old(folder, options, _MAP).get(name):
+def named_token(folder: AnyPath, options: dict, name: str, old: dict | None = None) -> Any:
+    """Returns a token as the folder's files give it, checked; None if none does.
+
+    `old`: contents of special_tokens_map.json; None: they are read.
+    """
+    old = _read_old(folder, options, _MAP) if old is None else old
+    if token := old.get(name):
         token_text(token, folder / _MAP, name)
     return token or options.get(name)
 
@@ -107,20 +111,21 @@ def describe_added(folder: AnyPath, options: dict) -> list[dict[str, Any]]:
       one with the same text, as those of `added_tokens_decoder`.
     """
     path = folder / "tokenizer_config.json"
-    ids, listed = added_tokens(folder, options), list_special(folder, options)
-    names = *_read_old(folder, options, _MAP), *options
+    ids, listed = added_tokens(folder, options), dict.fromkeys(list_special(folder, options))
+    old = _read_old(folder, options, _MAP)
+    names = *old, *options
     own = [name for name in names if name.endswith("_token")]  # of a model, such as `image_token`
     named = {}
     for name in dict.fromkeys([*_NAMES, *own]):
-        token = named_token(folder, options, name)
+        token = named_token(folder, options, name, old)
         if isinstance(token, str | dict) and token and (text := token_text(token, path, name)):
             named[text] = token
     decoder = {token_text(it, path, _DECODER): it for it in (options.get(_DECODER) or {}).values()}
     numbers = {token: i for token, i in ids.items() if i is not None}
-    described = []
+    entries, described = named | decoder, []
     order = dict.fromkeys([*sorted(numbers, key=numbers.__getitem__), *named, *listed])
     for token in order:
-        entry = (named | decoder).get(token)
+        entry = entries.get(token)
         given = entry if isinstance(entry, dict) else {}
         flags = {name: bool(given[name]) for name in _FLAGS if name in given}
         if token in named or (token in listed and token not in decoder):

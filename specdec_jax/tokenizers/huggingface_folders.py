@@ -2,7 +2,6 @@
 
 import copy
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from specdec_jax.files import places, reading
@@ -104,9 +103,11 @@ def list_notes(folder: AnyPath, vocabulary: Vocabulary | None) -> tuple[str, ...
     transformers removes spaces before punctuation from decoded texts if an option says so, but not
     for merges (BPE). The text of the first tokens would then change with those that follow.
     """
+    if vocabulary is None:  # or not read: the file may be damaged
+        return ()
     options = reading.read_optional_json(folder / "tokenizer_config.json")
     forced = options.get(f"{_CLEAN_UP}_for_bpe_even_though_it_will_corrupt_output")
-    if vocabulary is None or not read_flag(folder, options, _CLEAN_UP):
+    if not read_flag(folder, options, _CLEAN_UP):
         return ()
     if getattr(vocabulary, "has_merges", False) and not forced:
         return ()
@@ -185,15 +186,8 @@ def _byte_level_bpe(
     for name in _ROBERTA_TOKENS:
         if token := named_token(folder, options, name) or defaults.get(name):
             named[name] = token
-    added: dict[str, int | None] = {token_text(named[name], path, name): None for name in named}
-    added |= added_tokens(folder, options)
-    entries = [*named.values(), *(options.get("added_tokens_decoder") or {}).values()]
-    strips = {entry["content"]: _is_stripped(entry) for entry in entries if isinstance(entry, dict)}
-    special = [
-        {"content": token} | strips.get(token, {})
-        for token in sorted(added, key=lambda token: added[token] or -1)
-    ]
-    text = _make_tokenizer_json(file, special, read_flag(folder, options, "add_prefix_space"))
+    added = describe_added(folder, options | named)
+    text = _make_tokenizer_json(file, read_flag(folder, options, "add_prefix_space"))
     eos_token = special_token(folder, options, "eos_token") or defaults["eos_token"]
     around = _special_tokens_around(folder, options, kind)
     # The switches `add_bos_token` and `add_eos_token` count only where there is no tokenizer.json.
@@ -204,25 +198,18 @@ def _byte_level_bpe(
         )
         around = before, after
     try:
-        vocabulary = vocabularies.TokenizerJsonVocabulary(
-            text, eos_token=eos_token, stop_ids=stop_ids, around=around
+        return vocabularies.TokenizerJsonVocabulary(
+            text, eos_token=eos_token, stop_ids=stop_ids, around=around, added=added
         )
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    _check_added(folder, added, vocabulary)
-    return vocabulary
 
 
-def _make_tokenizer_json(
-    vocab_file: AnyPath, special_tokens: Iterable[dict], add_prefix_space: bool
-) -> str:
+def _make_tokenizer_json(vocab_file: AnyPath, add_prefix_space: bool) -> str:
     """Returns the contents of a `tokenizer.json` made of GPT-2's `vocab.json` and `merges.txt`.
 
     Args:
       vocab_file: path of the `vocab.json`; the `merges.txt` lies beside it.
-      special_tokens: tokens that are matched as a whole, each with its `content` and, perhaps,
-        whether the spaces beside it belong to it (`lstrip`, `rstrip`); those that the vocabulary
-        lacks get the ids after its own.
       add_prefix_space: whether a space is put before every text.
 
     Raises:
@@ -243,15 +230,7 @@ def _make_tokenizer_json(
     tokenizer = tokenizers.Tokenizer(bpe)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [tokenizers.AddedToken(special=True, **token) for token in special_tokens]
-    )
     return tokenizer.to_str()
-
-
-def _is_stripped(entry: dict) -> dict[str, bool]:
-    """Returns whether the spaces before and after a token belong to it."""
-    return {name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word")}
 
 
 def _check_added(folder: AnyPath, added: dict[str, int | None], vocabulary: Vocabulary) -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
+import unittest.mock
 
 import make_checkpoints as make
 import pytest
@@ -18,8 +19,14 @@ from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.commands import main
 from specdec_jax.decoding import inputs
 from specdec_jax.drafters.ngram import NGramDrafter
+from specdec_jax.files import reading
 from specdec_jax.models.t5 import T5Config
-from specdec_jax.tokenizers import huggingface_folders, special_tokens, vocabularies
+from specdec_jax.tokenizers import (
+    folder_options,
+    huggingface_folders,
+    special_tokens,
+    vocabularies,
+)
 from specdec_jax.training import corpus, sequence_distillation
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -288,6 +295,17 @@ def test_many_long_special_tokens_take_time_in_proportion_to_a_text():
         special_tokens.SpecialTokens({"a" * 100_001: 0})
 
 
+def test_tokens_with_names_take_time_in_proportion(tmp_path, monkeypatch):
+    """The file that names them is read a few times, which may be from a store."""
+    tokens = {f"x{i}_token": f"<{i}>" for i in range(10_000)}  # took minutes
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+    read = unittest.mock.Mock(side_effect=reading.read_optional_json)
+    monkeypatch.setattr(reading, "read_optional_json", read)
+    described = folder_options.describe_added(tmp_path, {})
+    assert [token["content"] for token in described] == list(tokens.values())
+    assert read.call_count < 5
+
+
 def test_an_empty_added_token_is_left_out_as_in_transformers(tmp_path):
     for name in ("codet5", "codet5 fast"):
         expected = opened(name, tmp_path / "plain" / name).encode("a bread")
@@ -371,6 +389,24 @@ def test_a_token_around_a_text_must_be_in_the_vocabulary(tmp_path):
         ValueError, match="got '<s>' around a text, expected a token of the vocabulary"
     ):
         opened("no processor", tmp_path, tokenizer_config={"tokenizer_class": "RobertaTokenizer"})
+
+
+def test_gpt2s_own_files_have_added_tokens_in_the_order_of_transformers(tmp_path):
+    """The ids are those of transformers 5.24: first tokens with ids, then those with names."""
+    named = {"pad_token": "[PAD]", "additional_special_tokens": ["<b>"], "x_token": "<x>"}
+    found = opened("gpt2 merges", tmp_path / "named", tokenizer_config=named)
+    assert found.encode("<x>y <b> [PAD]") == [289, 88, 220, 290, 220, 288]
+    named = {
+        "additional_special_tokens": ["<b>"],
+        "pad_token": {"content": "[PAD]", "lstrip": True},
+    }
+    numbered = {"<x>": 289, "<hl>": 288}
+    changes = dict(special_tokens_map=named, added_tokens=numbered)
+    found = opened("gpt2 merges", tmp_path / "both", **changes)
+    assert found.encode("a <hl> b [PAD] c<x>y <b> ") == [
+        *(64, 220, 288, 271, 290, 280),
+        *(289, 88, 220, 291, 220),
+    ]
 
 
 def test_an_added_token_with_another_id_than_the_next_is_rejected(tmp_path):
