@@ -204,7 +204,8 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, repor
       ValueError: Hugging Face has no such model, or no files for the vocabulary.
     """
     writer = WRITERS[checkpoint.config.family]
-    eos_ids = list(checkpoint.eos_ids or ())
+    # transformers takes no empty list, and an id below 0 for one that ends nothing.
+    eos_ids = list(checkpoint.eos_ids or (-1,))
     ids = {
         "decoder_start_token_id": checkpoint.start_token,
         "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids,

@@ -142,8 +142,10 @@ def open_model(
     folder: AnyPath, options: dict, tensors: Parameters
 ) -> tuple[BartConfig, Parameters]:
     """Returns the configuration that config.json gives, and the tensors by our names."""
-    path = folder / "config.json"
+    path, tensors = folder / "config.json", _shorten_names(folder, tensors)
     config = _read_config(path, resolve_aliases(options, _ALIASES))
+    if config.shares_vocabulary and not config.logits_via_embedding:
+        config, tensors = _choose_embeddings(config, tensors)
     return config, _rename_tensors(folder, config, options, tensors)
 
 
@@ -200,6 +202,9 @@ def make_options(config: BartConfig, dtype: str) -> dict[str, Any]:
 
 def _find_kind(config: BartConfig) -> str:
     """Returns the `model_type` of a model; raises ValueError if Hugging Face has none for it."""
+    if config.separate_embeddings and config.logits_via_embedding:
+        expected = "a head of its own, beside which transformers ties no embedding to another"
+        raise mismatch_error("format", "'huggingface' for separate_embeddings", expected)
     for name, kind in _KINDS.items():
         parts = kind.norm_place, kind.embedding_norm, kind.logits_bias
         if parts == (config.norm_place, config.embedding_norm, config.logits_bias):
@@ -263,21 +268,44 @@ def tensor_name(name: str) -> str:
     return ".".join([*names, "bias" if last == "bias" else "weight"])
 
 
-def _rename_tensors(
-    folder: AnyPath, config: BartConfig, options: dict, given: Parameters
-) -> Parameters:
-    """Returns the tensors by our names; unknown ones keep theirs."""
+def _shorten_names(folder: AnyPath, given: Parameters) -> Parameters:
+    """Returns the tensors by their names without `model.`, and without those that are not used."""
     tensors = {name.removeprefix("model."): tensor for name, tensor in given.items()}
     if len(tensors) < len(given):
         twice = next(name for name in tensors if name in given and f"model.{name}" in given)
         raise mismatch_error(
             folder, f"two tensors that are {twice}, with and without model.", "one"
         )
-    tensors = {name: tensor for name, tensor in tensors.items() if not _UNUSED.fullmatch(name)}
-    known: tuple[str, ...] = _EMBEDDINGS
+    return {name: tensor for name, tensor in tensors.items() if not _UNUSED.fullmatch(name)}
+
+
+def _choose_embeddings(config: BartConfig, given: Parameters) -> tuple[BartConfig, Parameters]:
+    """Returns the configuration and tensors of a model with a head of its own.
+
+    transformers 5 then ties no embedding to another, and uses those of the stacks. Earlier versions
+    have one, which a file holds under any of the names.
+    """
+    tensors = {name: tensor for name, tensor in given.items() if name not in _EMBEDDINGS}
+    kept = [given[name] for name in (_ENCODER, *_EMBEDDINGS) if name in given]
+    if not kept:
+        return config, tensors
+    encoder, decoder = kept[0], given.get(_DECODER, given.get("shared.weight", kept[0]))
+    tensors[_DECODER] = decoder
+    if not is_same_tensor(encoder, decoder):
+        tensors[_ENCODER] = encoder
+        config = config.replace(separate_embeddings=True)
+    return config, tensors
+
+
+def _rename_tensors(
+    folder: AnyPath, config: BartConfig, options: dict, given: Parameters
+) -> Parameters:
+    """Returns the tensors by our names; unknown ones keep theirs."""
+    tensors = dict(given)
     renamed: Parameters = {}
-    if not config.shares_vocabulary:
-        known = (_DECODER,)
+    known: tuple[str, ...] = _EMBEDDINGS
+    if config.block_options().separate_embeddings:
+        known = known[2:]
         if _ENCODER in tensors:
             renamed["encoder_embedder/embedding"] = tensors.pop(_ENCODER)
     tied = (*known, _HEAD) if config.logits_via_embedding else known
@@ -367,6 +395,8 @@ def _list_embeddings(config: BartConfig) -> tuple[str, ...]:
     """
     if not config.shares_vocabulary:
         return (_DECODER,)
+    if config.separate_embeddings:
+        return _EMBEDDINGS[::2]  # the shared one is in the files, although nothing uses it
     return _EMBEDDINGS[:1] if config.logits_via_embedding else _EMBEDDINGS
 
 

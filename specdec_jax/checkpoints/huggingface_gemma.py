@@ -1,7 +1,4 @@
-"""Hugging Face's Gemma 2 and 3, T5Gemma 1 and 2: config.json and names of tensors.
-
-T5Gemma 2 is read only: a folder of its class has weights that read images, which are left out here.
-"""
+"""Hugging Face's Gemma 2 and 3, T5Gemma 1 and 2: config.json and names of tensors."""
 
 import re
 from typing import Any, NamedTuple
@@ -298,11 +295,34 @@ def _rename_tensors(folder: AnyPath, config: GemmaConfig, given: Parameters) -> 
 def rename_parameters(parameters: Parameters, config: GemmaConfig) -> Parameters:
     """Returns our parameters as Hugging Face's tensors, by their names."""
     renamed = {}
+    merged = getattr(config, "merged_attention", False)
     for name, tensor in parameters.items():
         theirs = tensor_name(name, config.decoder_only)
         theirs = theirs if theirs in _HEADS else f"model.{theirs}"
-        renamed[theirs] = tensor.transposed() if name.endswith("/kernel") else tensor
+        turned = tensor.transposed() if name.endswith("/kernel") else tensor
+        if merged and name.startswith("token_embedder/"):
+            renamed[theirs.replace("decoder", "encoder")] = turned
+            if config.logits_via_embedding:
+                continue  # only beside a tied head, transformers copies it to the decoder
+        renamed[theirs] = turned
     return renamed
+
+
+# The smallest part that reads images: T5Gemma 2's class has no form without one. Its few weights
+# are in no file, so that transformers names them as missing.
+_NO_IMAGES = {
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1,
+        "intermediate_size": 1,
+        "num_hidden_layers": 0,
+        "num_attention_heads": 1,
+        "image_size": 1,
+        "patch_size": 1,
+        "vision_use_head": False,
+    },
+    "mm_tokens_per_image": 1,
+}
 
 
 def make_options(config: GemmaConfig, dtype: str) -> dict[str, Any]:
@@ -312,24 +332,37 @@ def make_options(config: GemmaConfig, dtype: str) -> dict[str, Any]:
       ValueError: Hugging Face has no such model.
     """
     tied = {"tie_word_embeddings": config.logits_via_embedding}
-    shared = tied | {"torch_dtype": dtype}
+    shared: dict[str, Any] = tied | {"torch_dtype": dtype}
+    if config.image_id is not None:
+        shared["image_token_index"] = config.image_id
     if not isinstance(config, T5GemmaConfig):
         kind = "gemma3_text" if config.qk_norm else "gemma2"
         names = {"model_type": kind, "architectures": [ARCHITECTURES[kind][0]]}
         return names | shared | _make_stack(config, config.num_decoder_layers)
-    if config.merged_attention:
-        expected = "'specdec': a folder of Hugging Face's has weights that read images too"
-        raise mismatch_error("format", "'huggingface' for a T5Gemma 2", expected)
     own = {name: getattr(config, f"encoder_{name}") for name in _OWN}
-    encoder = _make_stack(config.replace(**own), config.num_encoder_layers)
-    decoder = _make_stack(config, config.num_decoder_layers)
-    sizes = {"is_decoder": True, "cross_attention_hidden_size": config.encoder_emb_dim}
+    encoder = tied | _make_stack(config.replace(**own), config.num_encoder_layers)
+    decoder = tied | _make_stack(config, config.num_decoder_layers)
+    if config.merged_attention:
+        kind = "t5gemma2"
+        encoder = {
+            "model_type": "t5gemma2_encoder",
+            _TEXT: {"model_type": "t5gemma2_text"} | encoder,
+            **_NO_IMAGES,
+            **tied,
+            "eoi_token_index": config.apart_id,
+        }
+        decoder = {"model_type": "t5gemma2_decoder"} | decoder
+    else:
+        kind, module = "t5gemma", {"model_type": "t5_gemma_module"}
+        sizes = {"is_decoder": True, "cross_attention_hidden_size": config.encoder_emb_dim}
+        encoder = module | {"is_decoder": False} | encoder
+        decoder = module | sizes | decoder
     return {
-        "model_type": "t5gemma",
-        "architectures": list(ARCHITECTURES["t5gemma"]),
+        "model_type": kind,
+        "architectures": list(ARCHITECTURES[kind]),
         "is_encoder_decoder": True,
-        "encoder": {"model_type": "t5_gemma_module", "is_decoder": False} | tied | encoder,
-        "decoder": {"model_type": "t5_gemma_module"} | sizes | tied | decoder,
+        "encoder": encoder,
+        "decoder": decoder,
         "vocab_size": config.vocab_size,
         "dropout_rate": config.dropout_rate,
         **shared,
@@ -345,6 +378,11 @@ def _make_stack(config: GemmaConfig, layers: int) -> dict[str, Any]:
         got = f"activation {config.mlp_activation!r} and windows {config.windows}"
         expected = f"one of {', '.join(_ACTIVATIONS.values())} and windows of one size"
         raise mismatch_error("format", f"'huggingface' for {got}", expected)
+    scalar, width, heads = config.query_scalar, config.emb_dim, config.num_heads
+    if scalar % 1 or width % heads:  # transformers' classes check both
+        got = f"query_scalar {scalar} and {heads} heads of a width of {width}"
+        expected = "a whole number, and a width that the heads divide"
+        raise mismatch_error("format", f"'huggingface' for {got}", expected)
     factor = config.rotary_factor
     scaling = {"rope_type": "default"} if factor == 1 else {"rope_type": "linear", "factor": factor}
     rope: dict[str, Any] = scaling | {"rope_theta": config.rotary_base}
@@ -354,12 +392,13 @@ def _make_stack(config: GemmaConfig, layers: int) -> dict[str, Any]:
     return {
         **{theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()},
         "num_hidden_layers": layers,
+        "query_pre_attn_scalar": int(scalar),
         "hidden_activation": names[0],
         "layer_types": [_SLIDING if window else _FULL for window in windows],
         "sliding_window": sizes[0] if sizes else 4096,
         "rope_parameters": rope,
-        "attn_logit_softcapping": config.attention_cap,
-        "final_logit_softcapping": config.logits_cap,
+        "attn_logit_softcapping": config.attention_cap and float(config.attention_cap),
+        "final_logit_softcapping": config.logits_cap and float(config.logits_cap),
         **_FIXED,
     }
 

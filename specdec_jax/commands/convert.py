@@ -19,8 +19,8 @@ class ConvertOptions:
         or a bundled name
       output: folder to write, which must not exist or be empty; for T5X: checkpoint_<step>, or the
         folder that is to hold it
-      format: huggingface (config.json, safetensors, tokenizer; all families but T5Gemma 2), t5x
-        (Orbax) or t5x_legacy (T5 alone), or specdec
+      format: huggingface (config.json, safetensors, tokenizer), t5x (Orbax) or t5x_legacy
+        (T5 alone), or specdec
       dtype: float32 or bfloat16, for specdec also int8 (matrices in int8; not for a target whose
         drafter or heads were trained on its states) (default: bfloat16 if all parameters are stored
         so, else float32)

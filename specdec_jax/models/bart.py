@@ -31,7 +31,9 @@ class BartConfig(PositionTableConfig):
       scale_embedding: whether embeddings of tokens are multiplied by √D.
       logits_bias: whether a bias is added to the logits.
       encoder_vocab_size: rows of an embedding of the encoder alone, whose ids are then those of
-        another vocabulary than the outputs'; None: both stacks share one.
+        another vocabulary than the outputs'; None: those of the same.
+      separate_embeddings: whether the encoder has an embedding of its own for the same ids; else
+        both stacks share one.
       pad_id: id that pads inputs of models without a vocabulary.
       logits_via_embedding: whether the head is the transposed embedding.
       dropout_rate: rate in training.
@@ -52,6 +54,7 @@ class BartConfig(PositionTableConfig):
     scale_embedding: bool = False
     logits_bias: bool = True
     encoder_vocab_size: int | None = None
+    separate_embeddings: bool = dataclasses.field(kw_only=True, default=False)
     pad_id: int = 1
     logits_via_embedding: bool = True
     dropout_rate: float = 0.0
@@ -67,6 +70,9 @@ class BartConfig(PositionTableConfig):
         if self.pad_id >= self.input_vocab_size:
             expected = f"an id below {self.input_vocab_size}, the number of ids of inputs"
             raise FieldError(self, "pad_id", f"got {self.pad_id}, expected {expected}")
+        if self.separate_embeddings and not self.shares_vocabulary:
+            problem = "got True with encoder_vocab_size, expected False"
+            raise FieldError(self, "separate_embeddings", problem)
         self.check_heads()
 
     @property
@@ -86,7 +92,7 @@ class BartConfig(PositionTableConfig):
         return BlockOptions(
             **self.shared_options(),
             num_encoder_layers=self.num_encoder_layers,
-            separate_embeddings=not self.shares_vocabulary,
+            separate_embeddings=self.separate_embeddings or not self.shares_vocabulary,
             activations=(self.mlp_activation,),
             norm="layer",
             norm_place=self.norm_place,

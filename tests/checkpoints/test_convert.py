@@ -95,6 +95,15 @@ def test_shape_and_special_ids_are_kept(shape, form, tmp_path):
     assert (got.start_token, got.eos_ids) == (3, (5, 7))
 
 
+def test_where_nothing_ends_a_sequence_an_id_below_0_is_exported(tmp_path):
+    """transformers' `generate` fails with an empty list."""
+    model = make.model_of(make.random_params(SMALL), SMALL, eos_ids=())
+    sd.save(model, tmp_path / "hf", format="huggingface")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "hf" / name).read_text())["eos_token_id"] == -1
+    assert opened(tmp_path / "hf").eos_ids == ()
+
+
 VOCABULARIES = {
     "sentencepiece": lambda: SentencePieceVocabulary.load(SPIECE, 100),
     "sentencepiece without sentinels": lambda: SentencePieceVocabulary.load(SPIECE),

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 import tokenizers
 from golden_bart import NAMES, VARIANTS, decode, draft, golden, load, plain_options
 from golden_models import GOLDEN
@@ -130,6 +131,7 @@ def rebuild(name, change=lambda key, array: array, **fields):
     config, flat = model.config.replace(**fields), parameters.flatten(model.params)
     if "decoder/logits_dense/kernel" in parameters.parameter_shapes(config):
         flat["decoder/logits_dense/kernel"] = 0.5 * flat["token_embedder/embedding"].T
+    flat.setdefault("encoder_embedder/embedding", flat["token_embedder/embedding"][::-1])
     params = {key: change(key, flat[key]) for key in parameters.parameter_shapes(config)}
     ids = dict(start_token=model.start_token, eos_ids=model.eos_ids)
     defaults = dict(generation_config=model.generation_config)
@@ -159,6 +161,10 @@ def test_what_is_converted_is_loaded_again(name, tmp_path):
 
 CHANGED = {
     "a head of its own": ("bart", dict(logits_via_embedding=False)),
+    "an embedding for each stack": (
+        "bart",
+        dict(logits_via_embedding=False, separate_embeddings=True),
+    ),
     "a head beside two embeddings": ("marian_separate", dict(logits_via_embedding=False)),
     "another activation": ("mbart", dict(mlp_activation="gelu")),
     "learned positions": ("marian", dict(change=move_positions)),
@@ -170,6 +176,24 @@ def test_what_was_changed_is_exported_too(case, tmp_path):
     name, changes = CHANGED[case]
     model = rebuild(name, **changes)
     assert_same(sd.load(export(model, tmp_path / "hf"), "float32", say=lambda line: None), model)
+
+
+def test_stacks_with_embeddings_of_their_own_do_not_read_the_shared_one(tmp_path):
+    """In transformers 5 nothing does where the head is not tied."""
+    shutil.copytree(GOLDEN / "hf_bart" / "bart_untied", tmp_path, dirs_exist_ok=True)
+    path, expected = tmp_path / "model.safetensors", load("bart_untied")
+    tensors = safetensors.numpy.load_file(path)
+    tensors["model.shared.weight"] = tensors["model.shared.weight"][::-1].copy()
+    safetensors.numpy.save_file(tensors, path)
+    assert_same(sd.load(tmp_path, "float32", say=lambda line: None), expected)
+    tensors["model.encoder.embed_tokens.weight"] = tensors.pop("model.shared.weight")
+    safetensors.numpy.save_file(tensors, path)
+    found = sd.load(tmp_path, "float32", say=lambda line: None)
+    assert found.config == expected.config.replace(separate_embeddings=True)
+    found, expected = (parameters.flatten(model.params) for model in (found, expected))
+    embedding = expected["token_embedder/embedding"]
+    np.testing.assert_array_equal(found["token_embedder/embedding"], embedding)
+    np.testing.assert_array_equal(found["encoder_embedder/embedding"], embedding[::-1])
 
 
 def test_positions_in_bfloat16_are_those_of_the_formula(tmp_path):
@@ -197,6 +221,11 @@ CANNOT = {
         dict(norm_place="pre"),
         "encoder_vocab_size=48, expected those of one of bart",
     ),
+    "two embeddings for one vocabulary": (
+        "bart",
+        dict(separate_embeddings=True),
+        "'huggingface' for separate_embeddings, expected a head of its own",
+    ),
 }
 
 
@@ -214,11 +243,18 @@ def test_what_cannot_be_exported_is_rejected(case, tmp_path):
 
 
 UNTIED = [(name, dict(logits_via_embedding=False)) for name in NAMES]
+SEPARATE = [
+    (name, dict(logits_via_embedding=False, separate_embeddings=True))
+    for name in NAMES
+    if name != "marian_separate"
+]
 LEARNED = [(name, dict(change=move_positions)) for name in ("bart", "marian", "pegasus")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, changes", [*((name, {}) for name in NAMES), *UNTIED, *LEARNED])
+@pytest.mark.parametrize(
+    "name, changes", [*((name, {}) for name in NAMES), *UNTIED, *SEPARATE, *LEARNED]
+)
 def test_transformers_reads_what_is_exported(name, changes, tmp_path):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
