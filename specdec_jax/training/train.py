@@ -187,7 +187,7 @@ class Run:
         network = set_dtype(config, config.model)
         self.objective = Objective(
             network.module(),
-            config.label_smoothing,
+            config.label_smoothing or 0.0,
             start_token=choose_start(config, ids),
             masks=config.masks,
             mask_token=ids.start_token,  # as of `ParallelDrafter`, whatever the language is
