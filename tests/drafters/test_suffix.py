@@ -409,7 +409,7 @@ def test_arguments_are_checked(target):
 # --- Files ---
 
 
-@pytest.mark.parametrize("kind", ["gpt", "nllb"])
+@pytest.mark.parametrize("kind", ["gpt", "nllb", "mbart"])
 def test_texts_of_a_command_are_those_that_rows_read(kind, tmp_path):
     """A prompt has no EOS; where there is no source, nothing says its language."""
     lines, path, folder = tmp_path / "lines.tsv", tmp_path / "a.suffix", tmp_path / "model"
@@ -432,15 +432,19 @@ def test_texts_of_a_command_are_those_that_rows_read(kind, tmp_path):
     # Sources and outputs in two languages, which the options name.
     codes = [*model.vocabulary.languages.codes][:2]
     spoken = model.vocabulary.with_languages(*codes)
-    expected = [
-        *spoken.encode_input("The river"),
-        model.start_token,
-        *spoken.encode_output("is long."),
-    ]
+    start = spoken.languages.codes[codes[1]] if kind == "mbart" else model.start_token
+    output = spoken.encode_output("is long.")
+    expected = [*spoken.encode_input("The river"), start, *output]
     lines.write_text("The river\tis long.\n")
-    options = dict(zip(("source_language", "target_language"), codes), suffix=True)
-    count.run(count.CountOptions(str(folder), None, (str(lines),), output=str(path), **options))
+    options = dict(zip(("source_language", "target_language"), codes))
+    write = functools.partial(count.CountOptions, str(folder), None, (str(lines),), **options)
+    count.run(write(suffix=True, output=str(path)))
     assert np.asarray(map_text(path)[0].ids).tolist() == [*(token + 1 for token in expected), 0]
+    count.run(write(order=3, output=str(tmp_path / "a.npz")))
+    table = sd.NGramDrafter.load(tmp_path / "a.npz")
+    table.check(model)
+    rows, match = table.find_rows(jnp.array([[start, 0, 0, 0]]), jnp.array([1]))
+    assert table.ranked(rows, 2).tolist() == [[output[0], -1]] and match.tolist() > [0]
 
 
 def test_a_search_goes_past_the_greatest_int32(monkeypatch):
