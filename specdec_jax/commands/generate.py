@@ -468,7 +468,11 @@ def _check_learned(learner: "OnlineDistillation | SuffixHistory | None", journal
     """
     path = _learned_path(journal)
     if learner is not None and not journal.done and os.path.lexists(path):
-        copy.copy(learner).restore(path)
+        try:
+            copy.copy(learner).restore(path)
+        except ValueError:
+            journal.path.unlink()  # it holds no result yet
+            raise
 
 
 @contextlib.contextmanager
