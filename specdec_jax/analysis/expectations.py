@@ -163,7 +163,9 @@ def expect_improvements(
         )
     powers = [alpha**gamma for gamma in range(1, gamma_max + 1)] if alpha is not None else None
     best: dict[str, Any] = {
-        "theorem_3_8": formulas.best_gamma(powers, costs, [1.0] * (gamma_max + 1)) if powers else None,
+        "theorem_3_8": formulas.best_gamma(powers, costs, [1.0] * (gamma_max + 1))
+        if powers
+        else None,
         "with_verify_cost": formulas.best_gamma(powers, costs, mean_cost) if powers else None,
         "by_position": {
             name: formulas.best_gamma([kept for kept, _ in rates], costs, mean_cost)
