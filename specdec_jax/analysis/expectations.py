@@ -12,7 +12,6 @@ from specdec_jax.analysis.predictions import Work
 from specdec_jax.analysis.timing import CallShape, Spread, Times
 from specdec_jax.analysis.variants import Workload
 from specdec_jax.decoding.checks import unsupported
-from specdec_jax.drafters.parallel import ParallelDrafter
 from specdec_jax.speculative.drafter import Drafter
 
 
@@ -79,7 +78,7 @@ def interpolate(v: Mapping[int, float], gamma_max: int) -> list[float]:
 
 def list_costs(drafter: Drafter, c: float, gamma_max: int) -> list[float]:
     """Returns c for γ = 1 … γ_max, given that for γ_max."""
-    if isinstance(drafter, ParallelDrafter):  # it makes one call, whatever γ is
+    if drafter.drafts_at_once:
         return [c * gamma_max / gamma for gamma in range(1, gamma_max + 1)]
     return [c] * gamma_max
 
