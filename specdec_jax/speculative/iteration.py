@@ -137,9 +137,9 @@ def check_draft(drafter: Drafter, returned: Any, state: DecodeState) -> tuple[An
         f"gave {type(draft.dist).__name__} as the distribution of its tokens",
         "the one they were drawn from, or point_mass(state, tokens)",
     )
-    if config.needs_draft_probs:
-        drawn = isinstance(draft.dist, Categorical)
-        width = draft.dist.logits.shape[-1] if drawn else draft.dist.vocab_size
+    dist = draft.dist
+    if config.needs_draft_probs and dist is not None:
+        width = dist.logits.shape[-1] if isinstance(dist, Categorical) else dist.vocab_size
         expected = f"{config.vocab_size}, the target's"
         check(width == config.vocab_size, f"gave a distribution over {width} ids", expected)
     unread = policy is None or not policy.needs_probs or draft.seen is not None
