@@ -12,6 +12,7 @@ from specdec_jax.analysis.predictions import Work
 from specdec_jax.analysis.timing import CallShape, Spread, Times
 from specdec_jax.analysis.variants import Workload
 from specdec_jax.decoding.checks import unsupported
+from specdec_jax.speculative.drafter import Drafter
 
 
 def verifiers_to_compare(options: Any) -> tuple[str, ...]:
@@ -40,7 +41,8 @@ def measure(workload: Workload) -> dict[str, Any]:
     step = times["target step"].median
     v = {1: 1.0} | {g + 1: times[f"verify {g}"].median / step for g in options.timed_gammas}
     c = predictions.cost_ratio(gamma_max, times)
-    whole = expect_with_lengths(accepted, workload.padded, c, interpolate(v, gamma_max), times)
+    costs = list_costs(workload.drafter, c, gamma_max)
+    whole = expect_with_lengths(accepted, workload.padded, costs, interpolate(v, gamma_max), times)
     return {
         **machine.begin_record(workload),
         "acceptance": accepted.record(),
@@ -49,7 +51,7 @@ def measure(workload: Workload) -> dict[str, Any]:
         "cost_ratio_alone": times["draft step"].median / step if "draft step" in times else None,
         "cost_ratio": c,
         "verify_cost": {str(width): value for width, value in v.items()},
-        **expect_improvements(accepted, c, v, gamma_max, whole),
+        **expect_improvements(accepted, costs, v, gamma_max, whole),
     }
 
 
@@ -74,17 +76,25 @@ def interpolate(v: Mapping[int, float], gamma_max: int) -> list[float]:
     return np.interp(np.arange(1, gamma_max + 2), list(v), list(v.values())).tolist()
 
 
+def list_costs(drafter: Drafter, c: float, gamma_max: int) -> list[float]:
+    """Returns c for γ = 1 … γ_max, given that for γ_max."""
+    if drafter.drafts_at_once:
+        return [c * gamma_max / gamma for gamma in range(1, gamma_max + 1)]
+    return [c] * gamma_max
+
+
 def expect_with_lengths(
     accepted: Acceptance,
     padded: Sequence[int],
-    c: float,
+    costs: Sequence[float],
     verify_cost: Sequence[float],
     times: Times,
 ) -> dict[str, list[float]]:
     """Returns the expected improvement of whole decodes for γ = 1 … γ_max, by verifier.
 
     It counts encoders and output lengths, but not the loop, the host and the tokenizer. `padded`
-    has the padded input length of each batch, `verify_cost` v of 1 … γ_max + 1 positions.
+    has the padded input length of each batch, `costs` c for γ = 1 … γ_max, and `verify_cost` v of
+    1 … γ_max + 1 positions.
     """
     step = times["target step"].median
     plain_encoder, encoders = (
@@ -92,15 +102,15 @@ def expect_with_lengths(
     )
     plain = plain_encoder + step * sum(int(lengths.max()) for lengths in accepted.lengths)
 
-    def whole(work: Sequence[Work], v: float) -> float:
+    def whole(work: Sequence[Work], c: float, v: float) -> float:
         calls = sum(item.calls * (1 + item.drafting * (v - 1)) for item in work)
         calls += c * sum(item.draft_calls or 0.0 for item in work)
         return encoders + step * calls
 
     return {
         name: [
-            plain / whole(accepted.work[name, gamma], v)
-            for gamma, v in enumerate(verify_cost[1:], 1)
+            plain / whole(accepted.work[name, gamma], c, v)
+            for gamma, (c, v) in enumerate(zip(costs, verify_cost[1:], strict=True), 1)
         ]
         for name in accepted.survival
     }
@@ -108,7 +118,7 @@ def expect_with_lengths(
 
 def expect_improvements(
     accepted: Acceptance,
-    c: float,
+    costs: Sequence[float],
     v: Mapping[int, float],
     gamma_max: int,
     whole: Mapping[str, Sequence[float]] | None = None,
@@ -116,7 +126,8 @@ def expect_improvements(
     """Returns the expected improvement for γ = 1 … γ_max, and the best γ.
 
     Args:
-      accepted, c, gamma_max: as in `measure`.
+      accepted, gamma_max: as in `measure`.
+      costs: c for γ = 1 … γ_max.
       v: cost of a target call by number of positions, ascending; interpolated in between. A call in
         which nothing is drafted costs 1.
       whole: the result of `expect_with_lengths`; None: expect nothing of whole decodes.
@@ -124,7 +135,7 @@ def expect_improvements(
     verify_cost, alpha, table = interpolate(v, gamma_max), accepted.alpha, []
     mean_cost = [1 + accepted.drafting * (value - 1) for value in verify_cost]
     tokens = accepted.tokens_per_call()
-    for gamma in range(1, gamma_max + 1):
+    for gamma, c in enumerate(costs, 1):
         width = mean_cost[gamma]
         of_alpha: dict[str, float | None] = dict.fromkeys(
             ("tokens", "theorem_3_8", "with_verify_cost")
@@ -151,10 +162,12 @@ def expect_improvements(
         )
     powers = [alpha**gamma for gamma in range(1, gamma_max + 1)] if alpha is not None else None
     best: dict[str, Any] = {
-        "theorem_3_8": formulas.best_gamma(powers, c, [1.0] * (gamma_max + 1)) if powers else None,
-        "with_verify_cost": formulas.best_gamma(powers, c, mean_cost) if powers else None,
+        "theorem_3_8": formulas.best_gamma(powers, costs, [1.0] * (gamma_max + 1))
+        if powers
+        else None,
+        "with_verify_cost": formulas.best_gamma(powers, costs, mean_cost) if powers else None,
         "by_position": {
-            name: formulas.best_gamma([kept for kept, _ in rates], c, mean_cost)
+            name: formulas.best_gamma([kept for kept, _ in rates], costs, mean_cost)
             for name, rates in accepted.survival.items()
         },
         "with_lengths": whole

@@ -201,7 +201,9 @@ def tokens_by_survival(survival: Sequence[float]) -> list[float]:
     return np.cumsum([1.0, *survival]).tolist()
 
 
-def best_gamma(survival: Sequence[float], cost_ratio: float, verify_cost: Sequence[float]) -> int:
+def best_gamma(
+    survival: Sequence[float], cost_ratio: float | Sequence[float], verify_cost: Sequence[float]
+) -> int:
     """Returns the γ from 0 (plain) to G with the greatest `tokens / (γc + v)`.
 
     Of equals it is the smallest.
@@ -209,7 +211,7 @@ def best_gamma(survival: Sequence[float], cost_ratio: float, verify_cost: Sequen
     Args:
       survival: `[G]`, P(at least 1, 2 … G drafted tokens are accepted); α, α², α³ … in the paper's
         model.
-      cost_ratio: c.
+      cost_ratio: c, or `[G]`, one for each γ from 1 on.
       verify_cost: `[G + 1]`, v of 1, 2 … G + 1 positions.
 
     >>> best_gamma([0.8, 0.64, 0.512], cost_ratio=0.1, verify_cost=[1, 1, 1, 1])
@@ -222,7 +224,8 @@ def best_gamma(survival: Sequence[float], cost_ratio: float, verify_cost: Sequen
             f"verify_cost: got {len(verify_cost)} numbers, expected {len(survival) + 1}"
         )
     tokens, gammas = np.array(tokens_by_survival(survival)), np.arange(len(survival) + 1)
-    return int(np.argmax(tokens / (gammas * cost_ratio + np.asarray(verify_cost))))
+    costs = np.append(0, np.broadcast_to(cost_ratio, len(survival)))
+    return int(np.argmax(tokens / (gammas * costs + np.asarray(verify_cost))))
 
 
 def token_survival(log_ratios: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ from specdec_jax.drafters.suffix import SuffixDrafter
 from specdec_jax.files.progress import track
 from specdec_jax.files.writing import check_output
 from specdec_jax.models.arguments import document_fields, make_option
+from specdec_jax.tokenizers.languages import choose_start_token
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 from specdec_jax.training import text_files
 
@@ -77,12 +78,13 @@ def run(options: CountOptions) -> None:
         expected = "one (spiece.model or tokenizer.json)"
         raise ValueError(f"target: got {options.target} without a vocabulary, expected {expected}")
     vocabulary = vocabulary.with_languages(options.source_language, options.target_language)
+    first = choose_start_token(vocabulary.languages, options.target_language, start_token)
     pairs = [pair for path in options.input_file for pair in _read_pairs(path)]
     if not pairs:
         raise ValueError("input_file: got no text, expected at least one output")
     size = min(vocabulary.size, config.vocab_size)
     if options.suffix:
-        before, encode = [start_token], vocabulary.encode_input
+        before, encode = [first], vocabulary.encode_input
         if config.decoder_only:  # a prompt has no EOS
             before, encode = [], vocabulary.encode_prompt
         texts = [
@@ -102,11 +104,13 @@ def run(options: CountOptions) -> None:
             sequences,
             size,
             options.order,
-            start_token=start_token,
+            start_token=first,
             continuations=options.continuations,
             sampled=options.sampled,
             vocabulary=vocabulary,
         )
+        # Before the first token of a row, which may be a language's, lies the model's start token.
+        drafter = drafter.replace(start_token=start_token)
         drafter.save(options.output)
         tokens, contexts = sum(map(len, sequences)), len(drafter.starts) - 1
         counts = f"{len(pairs)} outputs of {tokens} tokens, {contexts} contexts"

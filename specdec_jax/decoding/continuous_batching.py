@@ -277,7 +277,7 @@ def _decode_batches(
         numbers, start_time = order[first : first + size], time.monotonic()
         if skip.issuperset(numbers):
             continue
-        plan = update_drafter(plan, learner)
+        plan = update_drafter(target, plan, learner)
         result = complete(target, plan, numbers + [-1] * (size - len(numbers)), start_time)
         autotune.record(plan.request(), result)
         outputs = iter(_collect_outputs(result))
@@ -352,7 +352,7 @@ def _decode_queue(
         ready.append(_Prefilled(_start_rows(plan, chosen, width, unfed), waiting))
 
     while queue or ready or np.any(owners >= 0):
-        plan = update_drafter(plan, learner)
+        plan = update_drafter(target, plan, learner)
         while (queue or ready) and np.any(owners < 0):
             if not ready:
                 prefill_next()

@@ -8,6 +8,7 @@ import numpy as np
 
 from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.results import Stats
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 
 
@@ -56,12 +57,12 @@ class Learner(Protocol):
         """Improves the drafter, if it is time."""
 
 
-def update_drafter(plan: Plan, learner: Learner | None) -> Plan:
+def update_drafter(target: LanguageModel, plan: Plan, learner: Learner | None) -> Plan:
     """Lets the learner learn; returns the plan with its drafter, unless nothing is drafted."""
     if learner is None or plan.drafter is None:
         return plan
     learner.learn()
-    drafter = learner.drafter
+    drafter = learner.drafter.pair_with(target)
     return plan if drafter is plan.drafter else dataclasses.replace(plan, drafter=drafter)
 
 

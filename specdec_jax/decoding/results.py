@@ -79,9 +79,10 @@ class NonFiniteLogitsError(ValueError):
 
     def __init__(self, source: str, input: int, token: int, by_drafter: bool = False):
         self.source, self.input, self.token, self.by_drafter = source, input, token, by_drafter
+        what = "not finite numbers" + ", or an id that the target lacks" * by_drafter
         self.reason = (
-            f"got logits from {source} that are not finite numbers, at new token {token}, expected"
-            " numbers: are its weights damaged?"
+            f"got logits from {source} that are {what}, at new token {token}, expected numbers: are"
+            " its weights damaged?"
         )
         super().__init__(f"input {input}: {self.reason}")
 

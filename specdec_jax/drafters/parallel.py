@@ -34,7 +34,7 @@ class ParallelDrafter(NetworkDrafter):
     """
 
     static = ("mask_token",)
-    provides_probs = True
+    provides_probs = drafts_at_once = True
     reads_encoder: ClassVar[Any] = property(lambda self: self.network.encoder_dim is not None)
 
     @isolated

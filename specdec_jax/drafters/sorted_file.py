@@ -35,11 +35,13 @@ class TextInfo(NamedTuple):
       vocab_size: V; all ids lie below it.
       fingerprint: fingerprint of their vocabulary, "" if it is not known.
       checksum: the file's checksum.
+      remembers: whether they are outputs of a job (`SuffixHistory.save`).
     """
 
     vocab_size: int
     fingerprint: str
     checksum: str
+    remembers: bool
 
 
 def join_sequences(sequences: Iterable[Sequence[int]], vocab_size: Any) -> np.ndarray:
@@ -57,7 +59,11 @@ def join_sequences(sequences: Iterable[Sequence[int]], vocab_size: Any) -> np.nd
 
 
 def write_sorted(
-    path: str | os.PathLike[str], ids: np.ndarray, vocab_size: int, fingerprint: str
+    path: str | os.PathLike[str],
+    ids: np.ndarray,
+    vocab_size: int,
+    fingerprint: str,
+    remembers: bool = False,
 ) -> None:
     """Sorts the text `ids` that `join_sequences` made, and writes it as one file."""
     ids, order = ids.astype(_id_type(vocab_size)), sort_places(ids).astype(_PLACE)
@@ -69,6 +75,8 @@ def write_sorted(
         "vocab_size": int(vocab_size),
         "fingerprint": fingerprint,
     }
+    if remembers:
+        header["remembers"] = True
     checksum = zlib.crc32(_encode(header))
     for part in parts:
         checksum = zlib.crc32(part, checksum)
@@ -134,7 +142,8 @@ def _check(copy: pathlib.Path, path: str | os.PathLike[str]) -> tuple[TextInfo, 
                 raise ValueError(f"the checksum {checksum:08x} instead of {expected}")
     except (ValueError, OSError) as error:
         raise mismatch_error(path, f"a damaged file ({error})", _WHAT) from None
-    return TextInfo(vocab_size, head["fingerprint"], expected), (length, places)
+    info = TextInfo(vocab_size, head["fingerprint"], expected, "remembers" in head)
+    return info, (length, places)
 
 
 def _read_header(page: bytes) -> dict[str, Any]:
@@ -146,7 +155,7 @@ def _read_header(page: bytes) -> dict[str, Any]:
     numbers: list[Any] = [head.get(name) for name in ("ids", "places", "vocab_size")]
     texts = [head.get(name) for name in ("fingerprint", "checksum")]
     sound = (
-        set(head) == _KEYS
+        set(head) in (_KEYS, _KEYS | {"remembers"})
         and head["format"] == _FORMAT
         and all(type(number) is int and 1 <= number < 2**31 - 1 for number in numbers)
         and all(isinstance(text, str) and text.isprintable() for text in texts)

@@ -74,7 +74,7 @@ class SuffixDrafter(StoredDrafter):
       factor: the most ids that are drafted for each that matches.
       least_share: see above, from 0 to 1.
       min_match: the fewest ids that must match; ids equal but not in a row count a half.
-      remembers: whether the texts are outputs of the same job.
+      remembers: whether the texts are outputs, which the same key may have drawn.
       vocab_size: V of a file, None of a history.
       fingerprint: fingerprint of the vocabulary of a file, "" if it is not known.
       checksum: checksum of a file.
@@ -109,13 +109,14 @@ class SuffixDrafter(StoredDrafter):
         Args:
           path: the file.
           vocabulary: the target's; a file of another one is rejected.
-          settings: `factor`, `least_share` and `min_match`.
+          settings: `factor`, `least_share`, `min_match`, and `remembers=False` for outputs that
+            `SuffixHistory.save` wrote and that were drawn with other keys, or at temperature 0.
 
         Raises:
           ValueError: no such file, a damaged one, or one of another vocabulary.
         """
         text, info = map_text(path)
-        drafter = cls(text, **settings, **info._asdict())
+        drafter = cls(text, **info._asdict() | settings)
         drafter.check_vocabulary(str(path), vocabulary)
         return drafter
 

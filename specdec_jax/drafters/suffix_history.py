@@ -11,7 +11,7 @@ import numpy as np
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.drafters.cascade import DrafterPair
 from specdec_jax.drafters.gated import GatedDrafter
-from specdec_jax.drafters.sorted_file import TextInfo, map_text, write_sorted
+from specdec_jax.drafters.sorted_file import map_text, write_sorted
 from specdec_jax.drafters.sorted_text import SortedText, sort_places
 from specdec_jax.drafters.suffix import SuffixDrafter
 from specdec_jax.files.reading import mismatch_error
@@ -125,6 +125,7 @@ class SuffixHistory:
     def save(self, path: str | os.PathLike, every: float = 0.0) -> None:
         """Writes the texts to a file, which `SuffixDrafter.load` reads too.
 
+        What it loads `remembers`, as the history does: its texts may be draws of the same key.
         Nothing is written if nothing was added since, or less than `every` seconds ago.
         """
         now = time.monotonic()
@@ -132,7 +133,7 @@ class SuffixHistory:
             return
         ids = np.concatenate([self._ids, *self._new])
         if len(ids):
-            write_sorted(path, ids, self._vocab_size, self._fingerprint)
+            write_sorted(path, ids, self._vocab_size, self._fingerprint, remembers=True)
         self._saved, self._due = self.outputs, now + every
 
     @isolated
@@ -143,8 +144,7 @@ class SuffixHistory:
           ValueError: the file is damaged, or is of another vocabulary.
         """
         text, info = map_text(path)
-        expected = TextInfo(self._vocab_size, self._fingerprint, info.checksum)
-        if info != expected:
+        if (info.vocab_size, info.fingerprint) != (self._vocab_size, self._fingerprint):
             raise mismatch_error(path, "texts of another vocabulary", "those of this target")
         ids = np.array(text.ids, np.int32)
         sizes = np.diff(np.flatnonzero(ids == 0), prepend=-1)  # each with the 0 behind it

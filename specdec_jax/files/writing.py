@@ -318,8 +318,10 @@ def check_name(path: str, name: str) -> None:
 def _check_remote(path: RemotePath, name: str) -> None:
     """Raises ValueError if a file cannot be written to a store, by writing one beside it.
 
-    Only a store knows who may write what.
+    Only a store knows who may write what. But nothing can ever be added to a commit of the Hub.
     """
+    if path.scheme == "hf" and re.search(r"@[0-9a-f]{40}(/|$)", str(path)):
+        raise mismatch_error(name, f"{str(path)!r}, which names a commit", "a branch")
     tried = path.with_name(f".specdec-{secrets.token_hex(8)}.check")
     try:
         tried.create(b"\n")

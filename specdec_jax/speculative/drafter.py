@@ -39,6 +39,7 @@ class Drafter:
         not computed where the network finds their argmax without them.
       scorable: whether the distribution that it draws from is its model's, so that the acceptance
         rate can be computed by scoring texts with both models.
+      drafts_at_once: whether a draft takes one call of its model, whatever γ is.
       remembers: whether it knows outputs of other rows or calls, which may be set for one instance.
         Above temperature 0 it takes `verifier="gumbel"` only: a draft that knows what was drawn
         with the key it is verified with would bias the sample, and samples would depend on their
@@ -53,6 +54,7 @@ class Drafter:
     reads_states: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False
     scorable: ClassVar[bool] = False
+    drafts_at_once: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
 
     # Traced.

@@ -137,6 +137,11 @@ def check_draft(drafter: Drafter, returned: Any, state: DecodeState) -> tuple[An
         f"gave {type(draft.dist).__name__} as the distribution of its tokens",
         "the one they were drawn from, or point_mass(state, tokens)",
     )
+    dist = draft.dist
+    if config.needs_draft_probs and dist is not None:
+        width = dist.logits.shape[-1] if isinstance(dist, Categorical) else dist.vocab_size
+        expected = f"{config.vocab_size}, the target's"
+        check(width == config.vocab_size, f"gave a distribution over {width} ids", expected)
     unread = policy is None or not policy.needs_probs or draft.seen is not None
     check(unread, "gave no Draft.seen", "it of a drafter that provides_probs")
     got, expected = map(arguments.describe, (draft_state, state.draft_state))
@@ -145,7 +150,7 @@ def check_draft(drafter: Drafter, returned: Any, state: DecodeState) -> tuple[An
 
 
 def _cut_failures(draft: Draft, state: DecodeState) -> tuple[Draft, PerRow]:
-    """Cuts drafts before the first token whose distribution contained NaN.
+    """Cuts drafts before the first token whose distribution contained NaN, or that is no id.
 
     Where a draft is cut does not depend on what was drawn, so that the output distribution stays
     the target's.
@@ -154,10 +159,11 @@ def _cut_failures(draft: Draft, state: DecodeState) -> tuple[Draft, PerRow]:
       The drafts, and the slots of these tokens for `note_failures`.
     """
     offsets, gamma = jnp.arange(state.config.gamma), state.config.gamma
-    first = jnp.min(jnp.where(draft.tokens < 0, offsets, gamma), axis=1)
+    wrong = (draft.tokens < 0) | (draft.tokens >= state.config.vocab_size)
+    first = jnp.min(jnp.where(wrong, offsets, gamma), axis=1)
     slots = jnp.where(first < draft.num_drafted, state.lengths + first, state.tokens.shape[1])
     num_drafted = jnp.minimum(draft.num_drafted, first)
-    return draft._replace(tokens=jnp.maximum(draft.tokens, 0), num_drafted=num_drafted), slots
+    return draft._replace(tokens=jnp.where(wrong, 0, draft.tokens), num_drafted=num_drafted), slots
 
 
 def note_failures(after: DecodeState, slots: PerRow) -> DecodeState:

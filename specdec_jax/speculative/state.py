@@ -155,7 +155,8 @@ class DecodeState:
       last_drafted, last_accepted: how many were drafted and how many were accepted in the last
         iteration.
       last_seen: what the policy reads of the last draft's distributions; None if it reads none.
-      draft_failed: the first slot at which the drafter's distribution contained NaN; 0: none yet.
+      draft_failed: the first slot at which the drafter's distribution contained NaN, or its token
+        was no id of the target's; 0: none yet.
       config: the static settings.
     """
 
@@ -223,8 +224,8 @@ class Draft(NamedTuple):
     """The tokens that a drafter proposes, and how it came to them.
 
     Attributes:
-      tokens: the proposed tokens; −1 where the distribution to draw from contains NaN, and there
-        the draft ends.
+      tokens: the proposed tokens, below V; −1 where the distribution to draw from contains NaN. A
+        draft ends before either, and the row is reported.
       num_drafted: how many of `tokens` count; at most the number asked for.
       dist: the distribution over `[B, G, V]` that the tokens were really drawn from; a `PointMass`
         if they were not drawn; None where `StaticConfig.needs_draft_probs` is False.

@@ -60,6 +60,9 @@ def open_folder(
     """
     path = folder / "tokenizer_config.json"
     options = reading.read_optional_json(path)
+    if read_flag(folder, options, name := "split_special_tokens"):
+        expected = "false: a special token that a text spells out is one token here"
+        raise mismatch_error(f"{path}: {name}", "true", expected)
     kind = _tokenizer_class(folder, options)
     model = reading.read_optional_json(folder / "config.json").get("model_type")
     named = kind or _CLASSES.get(str(model), "")

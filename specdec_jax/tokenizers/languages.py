@@ -132,3 +132,10 @@ class Languages(NamedTuple):
             return ()
         code = self.find("target_language", target)
         return (code,) if self.target == "first" else ()
+
+
+def choose_start_token(languages: Languages | None, target: str | None, start_token: int) -> int:
+    """Returns what decoders are fed first: a language's token where that is the start token."""
+    if languages is None or languages.target != "start" or target is None:
+        return start_token
+    return languages.find("target_language", target)

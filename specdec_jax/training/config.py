@@ -96,7 +96,11 @@ class ExamplesConfig(RunConfig):
         "of a decoder-only model, and required there: tokens of the blocks into which text is cut,"
         " in the place of the buckets",
     )
-    label_smoothing: float = make_option(0.1, "probability that is spread over the vocabulary")
+    label_smoothing: float | None = make_option(
+        None,
+        "probability that is spread over the vocabulary (default: 0.1; 0 with distill_weight = 1,"
+        " which leaves no cross-entropy)",
+    )
 
     def __post_init__(self) -> None:
         self.make_tuples("train_files", "validation_files", "buckets", "target_buckets")
@@ -114,7 +118,8 @@ class ExamplesConfig(RunConfig):
         expected = f"at least warmup_steps + decay_steps = {parts}"
         self.expect("steps", parts <= self.steps, expected)
         self.expect("learning_rate", 0 < self.learning_rate < float("inf"), "a positive number")
-        self.expect("label_smoothing", 0 <= self.label_smoothing < 1, "a number in [0, 1)")
+        smoothing = self.label_smoothing or 0  # it is set by now
+        self.expect("label_smoothing", 0 <= smoothing < 1, "a number in [0, 1)")
         dtypes = (None, "float32", "bfloat16")
         self.expect("dtype", self.dtype in dtypes, "None, float32 or bfloat16")
 
@@ -191,9 +196,15 @@ class TrainConfig(ExamplesConfig, TeacherConfig):
         self.expect("masks", 0 <= self.masks <= most, f"a number from 0 to {most}")
         dtype = self.model.dtype
         expect(dtype == "float32", "model.dtype", dtype, "float32: TrainConfig.dtype sets it")
+        soft = self.distill_weight == 1
+        if self.label_smoothing is None:
+            object.__setattr__(self, "label_smoothing", 0.0 if soft else 0.1)
         super().__post_init__()
         self._check_lengths()
         self._check_teacher()
+        self.expect(
+            "label_smoothing", not (soft and self.label_smoothing), "0 with distill_weight = 1"
+        )
         self.expect("vocabulary_size", self.vocabulary_size >= 1, "at least 1")
         # Some tokenizers have more tokens than their models have logits.
         free = bool(self.teacher or self.initialise_from)

@@ -25,6 +25,7 @@ from specdec_jax.models.families import build_config
 from specdec_jax.models.family import ModelConfig, check_uses_backend
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import initial_params
+from specdec_jax.tokenizers.languages import choose_start_token
 from specdec_jax.training import corpus, losses, run_folder
 from specdec_jax.training.batches import BucketedBatches
 from specdec_jax.training.config import ExamplesConfig, TrainConfig, expect
@@ -187,7 +188,7 @@ class Run:
         network = set_dtype(config, config.model)
         self.objective = Objective(
             network.module(),
-            config.label_smoothing,
+            config.label_smoothing or 0.0,
             start_token=choose_start(config, ids),
             masks=config.masks,
             mask_token=ids.start_token,  # as of `ParallelDrafter`, whatever the language is
@@ -503,11 +504,9 @@ def check_target(shape: ModelConfig) -> ModelConfig:
 
 
 def choose_start(config: TrainConfig, ids: RunVocabulary) -> int:
-    """Returns what decoders are fed first: a language's token where that is the start token."""
+    """Returns what decoders are fed first."""
     languages = ids.vocabulary.languages
-    if languages is None or languages.target != "start" or config.target_language is None:
-        return ids.start_token
-    return languages.find("target_language", config.target_language)
+    return choose_start_token(languages, config.target_language, ids.start_token)
 
 
 def _make_batches(

@@ -23,6 +23,7 @@ from specdec_jax.decoding import autotune
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.results import NonFiniteLogitsError
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.drafters.parallel import ParallelDrafter
 from specdec_jax.drafters.random_tokens import RandomDrafter
 from specdec_jax.speculative import iteration
 from specdec_jax.speculative.sampling import SamplingConfig
@@ -452,7 +453,7 @@ def test_iterations_are_the_engines():
 
 
 def test_the_table_is_the_formulas():
-    found = expectations.expect_improvements(ACCEPTED, 0.1, {1: 1.0, 2: 1.2, 4: 1.6}, 3)
+    found = expectations.expect_improvements(ACCEPTED, [0.1] * 3, {1: 1.0, 2: 1.2, 4: 1.6}, 3)
     for row, v, accept_probs in zip(found["table"], (1.2, 1.4, 1.6), (1.8, 2.5, 2.8), strict=True):
         gamma = row["gamma"]
         assert row["verify_cost"] == pytest.approx(v) and row["timed"] == (gamma != 2)
@@ -472,11 +473,25 @@ def test_the_table_is_the_formulas():
     assert found["best_gamma"] == best
 
 
+def test_a_drafter_of_all_tokens_in_one_call_costs_as_much_for_a_smaller_gamma():
+    """Its c, per token, is measured with the greatest γ: 0.1 of 4 tokens, so 0.4 a call."""
+    costs = expectations.list_costs(ParallelDrafter(DRAFT), 0.1, 4)
+    assert costs == pytest.approx([0.4 / gamma for gamma in range(1, 5)])
+    assert expectations.list_costs(ModelDrafter(DRAFT), 0.1, 4) == [0.1] * 4
+    found = expectations.expect_improvements(ACCEPTED, costs[:3], {1: 1.0, 4: 1.6}, 3)
+    for row in found["table"]:
+        gain = row["by_position"]["block"]
+        expected = gain["tokens"] / (0.4 + row["verify_cost"])
+        assert gain["with_verify_cost"] == pytest.approx(expected)
+    assert formulas.best_gamma([0.9, 0.2], [0.4, 0.2], [1, 1, 1]) == 2
+    assert formulas.best_gamma([0.9, 0.2], 0.4, [1, 1, 1]) == 1
+
+
 def test_calls_without_a_draft_are_over_one_position():
     """A drafter that drafts in every tenth call: v counts there only."""
     rare = dataclasses.replace(ACCEPTED, drafting=0.1)
     found = expectations.expect_improvements(
-        rare, 0.0, {1: 1.0, 4: 1.6}, 3, {"block": [1.1, 0.9, 1.2]}
+        rare, [0.0] * 3, {1: 1.0, 4: 1.6}, 3, {"block": [1.1, 0.9, 1.2]}
     )
     row = found["table"][2]
     assert row["verify_cost"] == pytest.approx(1.6) and row["theorem_3_8"] == formulas.improvement(
@@ -488,7 +503,7 @@ def test_calls_without_a_draft_are_over_one_position():
         "with_lengths"
     ] == {"block": 3}
     none = expectations.expect_improvements(
-        rare, 0.0, {1: 1.0, 4: 1.6}, 3, {"block": [0.9, 1.0, 0.8]}
+        rare, [0.0] * 3, {1: 1.0, 4: 1.6}, 3, {"block": [0.9, 1.0, 0.8]}
     )
     assert none["best_gamma"]["with_lengths"] == {"block": 0}, "no more than plain decoding"
 
@@ -508,7 +523,7 @@ def test_whole_decodes_count_encoders_and_lengths():
         ("block", 2): [Work(8, 3.0, 6.0)] * 2,
     }
     accepted = dataclasses.replace(ACCEPTED, lengths=[np.array([7, 4]), np.array([11])], work=work)
-    found = expectations.expect_with_lengths(accepted, [8, 16], 0.1, [1.0, 1.5, 2.0], times)
+    found = expectations.expect_with_lengths(accepted, [8, 16], [0.1] * 2, [1.0, 1.5, 2.0], times)
     plain = 3 + 5 + 2 * (7 + 11)
     assert found == {
         "block": [
@@ -522,7 +537,7 @@ def test_whole_decodes_count_encoders_and_lengths():
         for g in (1, 2)
     }
     found = expectations.expect_with_lengths(
-        dataclasses.replace(accepted, work=rare), [8, 16], 0.0, [1.0, 1.5, 2.0], no_model
+        dataclasses.replace(accepted, work=rare), [8, 16], [0.0] * 2, [1.0, 1.5, 2.0], no_model
     )
     assert found["block"] == [
         pytest.approx(plain / (8 + 2 * 10 * 1.25)),

@@ -99,7 +99,7 @@ def test_figure_shows_the_record(monkeypatch):
         "cost_ratio": 0.1,
         "verify_cost": {"1": 1.0, "2": 1.2, "4": 1.6},
         "acceptance": ACCEPTED.record(),
-        **expectations.expect_improvements(ACCEPTED, 0.1, {1: 1.0, 2: 1.2, 4: 1.6}, 3),
+        **expectations.expect_improvements(ACCEPTED, [0.1] * 3, {1: 1.0, 2: 1.2, 4: 1.6}, 3),
     }
     drawn, saved = [], []
 
@@ -162,7 +162,7 @@ def test_figure_is_a_picture(tmp_path):
         "cost_ratio": 0.1,
         "verify_cost": {"1": 1.0, "4": 1.6},
         "acceptance": ACCEPTED.record(),
-        **expectations.expect_improvements(ACCEPTED, 0.1, {1: 1.0, 4: 1.6}, 3),
+        **expectations.expect_improvements(ACCEPTED, [0.1] * 3, {1: 1.0, 4: 1.6}, 3),
     }
     plots.draw_measurement(parse(record)).savefig(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -365,13 +365,13 @@ from specdec_jax.drafters import suffix_history
 when, left = sys.argv.pop(1), [int(sys.argv.pop(1))]
 generate._SAVE_SECONDS, write = 0.0, suffix_history.write_sorted
 
-def writing(*arguments):
+def writing(*arguments, **settings):
     left[0] -= 1
     if when == "after":
-        write(*arguments)
+        write(*arguments, **settings)
     if left[0] < 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    write(*arguments)
+    write(*arguments, **settings)
 
 suffix_history.write_sorted = writing
 sys.exit(entry.main())

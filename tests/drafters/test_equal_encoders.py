@@ -14,6 +14,7 @@ from toy_models import compilations, make_student, noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.analysis import timing
+from specdec_jax.decoding import continuous_batching, learning
 from specdec_jax.decoding.continuous_batching import decode_stream
 from specdec_jax.drafters import model as model_drafter
 from specdec_jax.models import weight_layouts
@@ -212,6 +213,33 @@ def test_streams_and_batches_draft_the_same():
     steps = sd.trace(TARGET, INPUTS[1], drafter=drafter, **options)
     ends = ([] if step.corrected is None else [step.corrected] for step in steps)
     assert sum((step.accepted + end for step, end in zip(steps, ends)), []) == expected[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size, refill", [(3, True), (2, False), (1, True)])
+def test_a_part_of_a_pair_with_a_history_shares_the_encoder(batch_size, refill, monkeypatch):
+    """The history gives the loop another pair after every output."""
+    asked, before = [], learning.update_drafter
+
+    def update_drafter(*given):
+        plan = before(*given)
+        asked.append(plan.drafter.reads_encoder)
+        return plan
+
+    monkeypatch.setattr(continuous_batching, "update_drafter", update_drafter)
+    student = sd.ModelDrafter(make_student(TARGET))
+    history = sd.SuffixHistory(TARGET, sd.HorizontalCascade(sd.SuffixDrafter(), student, 2))
+    plain = decode(TARGET, None, eos_ids=[EOS])
+    expected = [row[:n].tolist() for row, n in zip(plain.tokens, plain.lengths)]
+    options = dict(batch_size=batch_size, refill=refill, gamma=3, max_new_tokens=10, eos_ids=[EOS])
+
+    def decode_all():
+        found = dict(decode_stream(TARGET, INPUTS * 2, learner=history, **options))
+        assert [found[number][0].tokens for number in range(8)] == expected * 2
+
+    decode_all()
+    assert len(asked) > 2 and all(asked)
+    assert history.outputs == 8 and compilations(decode_all) == 0
 
 
 @functools.cache

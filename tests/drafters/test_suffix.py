@@ -303,7 +303,8 @@ def test_a_full_history_drops_its_older_half(target):
 
 
 @slow
-def test_a_second_call_with_one_key_draws_from_the_targets_distribution():
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_second_call_with_one_key_draws_from_the_targets_distribution(saved, tmp_path):
     """What a history has of a call would bias the next one with its key under "block"."""
     target = HashModel(12, 0)
     inputs = np.stack(np.meshgrid(*[np.arange(2, 10)] * 4, indexing="ij"), axis=-1).reshape(-1, 4)
@@ -319,7 +320,11 @@ def test_a_second_call_with_one_key_draws_from_the_targets_distribution():
             for ids, row in zip(inputs, outputs):
                 history.saw(ids, np.array([0]), finished(row.tolist()))
             history.learn()
-            drafter = history.drafter.replace(remembers=remembers)
+            drafter, settings = history.drafter, {} if remembers else {"remembers": False}
+            if saved:
+                history.save(tmp_path / "kept.suffix")
+                drafter = sd.SuffixDrafter.load(tmp_path / "kept.suffix", **settings)
+            drafter = drafter.replace(**settings)
             result = sd.generate(
                 target,
                 inputs,
@@ -338,6 +343,19 @@ def test_a_second_call_with_one_key_draws_from_the_targets_distribution():
     assert second_call("block", False) < 1e-9, "the test can fail"
     with pytest.raises(sd.UnsupportedCombination, match="'gumbel' above temperature 0"):
         second_call("block", True)
+
+
+def test_a_file_of_outputs_remembers(target, tmp_path):
+    """A second call with the key that drew them may draw the same again under "block" only."""
+    history, path = sd.SuffixHistory(target), tmp_path / "kept.suffix"
+    history.add(INPUTS[0], [21, 5, 1])
+    history.save(path)
+    warm = dict(sampling=WARM["sampling"], gamma=1, max_new_tokens=2)
+    with pytest.raises(sd.UnsupportedCombination, match="'gumbel' above temperature 0"):
+        sd.generate(target, INPUTS[:1], drafter=sd.SuffixDrafter.load(path), **warm)
+    assert not sd.SuffixDrafter.load(path, remembers=False).remembers
+    sd.SuffixDrafter.save_texts(path, [[21, 5, 1]], V)
+    assert not sd.SuffixDrafter.load(path).remembers
 
 
 @pytest.mark.slow
@@ -391,7 +409,7 @@ def test_arguments_are_checked(target):
 # --- Files ---
 
 
-@pytest.mark.parametrize("kind", ["gpt", "nllb"])
+@pytest.mark.parametrize("kind", ["gpt", "nllb", "mbart"])
 def test_texts_of_a_command_are_those_that_rows_read(kind, tmp_path):
     """A prompt has no EOS; where there is no source, nothing says its language."""
     lines, path, folder = tmp_path / "lines.tsv", tmp_path / "a.suffix", tmp_path / "model"
@@ -414,15 +432,19 @@ def test_texts_of_a_command_are_those_that_rows_read(kind, tmp_path):
     # Sources and outputs in two languages, which the options name.
     codes = [*model.vocabulary.languages.codes][:2]
     spoken = model.vocabulary.with_languages(*codes)
-    expected = [
-        *spoken.encode_input("The river"),
-        model.start_token,
-        *spoken.encode_output("is long."),
-    ]
+    start = spoken.languages.codes[codes[1]] if kind == "mbart" else model.start_token
+    output = spoken.encode_output("is long.")
+    expected = [*spoken.encode_input("The river"), start, *output]
     lines.write_text("The river\tis long.\n")
-    options = dict(zip(("source_language", "target_language"), codes), suffix=True)
-    count.run(count.CountOptions(str(folder), None, (str(lines),), output=str(path), **options))
+    options = dict(zip(("source_language", "target_language"), codes))
+    write = functools.partial(count.CountOptions, str(folder), None, (str(lines),), **options)
+    count.run(write(suffix=True, output=str(path)))
     assert np.asarray(map_text(path)[0].ids).tolist() == [*(token + 1 for token in expected), 0]
+    count.run(write(order=3, output=str(tmp_path / "a.npz")))
+    table = sd.NGramDrafter.load(tmp_path / "a.npz")
+    table.check(model)
+    rows, match = table.find_rows(jnp.array([[start, 0, 0, 0]]), jnp.array([1]))
+    assert table.ranked(rows, 2).tolist() == [[output[0], -1]] and match.tolist() > [0]
 
 
 def test_a_search_goes_past_the_greatest_int32(monkeypatch):

@@ -229,6 +229,13 @@ def test_an_output_that_a_store_does_not_take_is_rejected_at_once(monkeypatch):
         writing.check_output("failing://s/f", "report")
 
 
+def test_a_commit_is_no_place_for_an_output(monkeypatch):
+    monkeypatch.setattr(places.RemotePath, "is_dir", lambda path: False)
+    message = "output: got 'hf://a/b@0123456789.*, which names a commit, expected a branch"
+    with pytest.raises(ValueError, match=message):
+        writing.check_output(f"hf://a/b@{'0123456789' * 4}/f")
+
+
 def test_a_folder_replaces_one_whose_mark_goes_first_and_comes_last(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     upload_texts("memory://s/m", **{"config.json": "old", "left": "x"})

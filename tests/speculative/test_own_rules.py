@@ -12,7 +12,9 @@ from toy_models import HashModel, compilations
 
 import specdec_jax as sd
 from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.results import NonFiniteLogitsError
 from specdec_jax.drafters.drafting import point_mass
+from specdec_jax.speculative.distributions import PointMass
 from specdec_jax.speculative.policy import number_field
 from specdec_jax.speculative.randomness import draw
 from specdec_jax.speculative.state import Draft
@@ -301,12 +303,34 @@ def test_no_row_drafts_more_than_is_wanted():
             ),
             r"Own: draft returned the state int32\[\], expected what init makes, \(\)",
         ),
+        (
+            repeating(dist=lambda wanted: PointMass(jnp.full((2, 3), 3), 13)),
+            "Own: draft gave a distribution over 13 ids, expected 12, the target's",
+        ),
         (repeating(draft=sd.Drafter.draft), "got Own, which does not define draft"),
     ],
 )
 def test_what_is_wrong_with_a_drafter_is_reported(drafter, message):
     with pytest.raises(ValueError, match=message):
         decode(drafter=drafter)
+
+
+@pytest.mark.parametrize("verifier", ["block", "token"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_id_that_the_target_lacks_is_reported(verifier, temperature):
+    """Its probability would be NaN: the output is the target's, and the drafter named."""
+    ids = jnp.array([[12, 3, 3], [3, 12, 3]], jnp.int32)
+    drafter = repeating(tokens=lambda wanted: ids, dist=lambda wanted: PointMass(ids, 12))
+    options = dict(verifier=verifier, sampling=sd.SamplingConfig(temperature=temperature))
+    with pytest.raises(NonFiniteLogitsError, match="drafter Own .*, or an id that the target lack"):
+        decode(drafter=drafter, **options)
+    found = decode(drafter=drafter, non_finite="report", **options)
+    assert found.errors[0].by_drafter and found.errors[0].token == 0
+    assert np.isfinite(found.log_probs).all() and found.stats.drafted <= found.lengths[1]
+    if temperature == 0:
+        np.testing.assert_array_equal(
+            found.tokens, decode(drafter=None, gamma=0, sampling=options["sampling"]).tokens
+        )
 
 
 def test_a_policy_that_reads_distributions_gets_them():

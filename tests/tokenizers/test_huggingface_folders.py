@@ -350,6 +350,13 @@ def test_a_class_that_reads_the_files_in_another_way_is_rejected_by_name(
 HALF = "\ud83d"  # of a surrogate pair
 
 
+@pytest.mark.parametrize("name", ["spiece", "t5 fast", "byt5", "codet5"])
+def test_a_tokenizer_that_splits_special_tokens_is_rejected(name, tmp_path):
+    opened(name, tmp_path / "whole", tokenizer_config={"split_special_tokens": False})
+    with pytest.raises(ValueError, match="split_special_tokens: got true, expected false"):
+        opened(name, tmp_path, tokenizer_config={"split_special_tokens": True})
+
+
 @pytest.mark.parametrize("name", ["codet5", "spiece"])
 @pytest.mark.parametrize(
     "file, fields",

@@ -190,11 +190,21 @@ def test_acceptance_and_agreement_are_those_of_the_pair():
             dict(teacher="x", distill_weight=1.0, select="alpha"),
             "select: got 'alpha', expected one of loss, acceptance",
         ),
+        (
+            dict(teacher="x", distill_weight=1.0, label_smoothing=0.1),
+            "label_smoothing: got 0.1, expected 0 with distill_weight = 1",
+        ),
     ],
 )
 def test_bad_training_settings(settings, message):
     with pytest.raises(ValueError, match=message):
         config_of(".", ".", **settings)
+
+
+@pytest.mark.parametrize("weight, smoothing", [(1.0, 0.0), (0.5, 0.1)])
+def test_label_smoothing_that_is_not_given_is_only_where_it_counts(weight, smoothing):
+    settings = dict(teacher="x", distill_weight=weight, label_smoothing=None)
+    assert config_of(".", ".", **settings).label_smoothing == smoothing
 
 
 def test_a_run_begins_with_the_parameters_of_a_model(models, language, tmp_path):
