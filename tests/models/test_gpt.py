@@ -117,7 +117,7 @@ def test_added_tokens_beside_merges(tmp_path):
     vocabulary = huggingface_folders.open_folder(tmp_path, (287,))
     assert vocabulary.encode("<turn>The<pause>") == [289, *vocabulary.encode("The"), 288]
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<turn>": 300}))
-    with pytest.raises(ValueError, match="got the added token '<turn>' with id 300, expected 288"):
+    with pytest.raises(ValueError, match="the added token '<turn>' with id 300, expected 288"):
         huggingface_folders.open_folder(tmp_path, (287,))
     (tmp_path / "merges.txt").write_text("no merge of pieces\n")
     with pytest.raises(ValueError, match="vocab.json: got no readable vocabulary with merges"):
