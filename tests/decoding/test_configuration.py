@@ -237,7 +237,10 @@ WRONG_FILES = {
     "include.gin": ("include 'other.gin'", "got IncludeStatement, expected bindings alone"),
     "bracket.gin": ("generation_config.GenerationConfig.stop = ['.'", "EOF in multi-line"),
     "quote.gin": ('generation_config.GenerationConfig.stop = """.', "EOF in multi-line string"),
-    "deep.gin": ("generation_config.GenerationConfig.stop = " + "[" * 3000, "recursion|too many nested"),
+    "deep.gin": (
+        "generation_config.GenerationConfig.stop = " + "[" * 3000,
+        "recursion|too many nested",
+    ),
     "syntax.gin": ("generation_config.GenerationConfig.gamma = =", "."),
 }
 
