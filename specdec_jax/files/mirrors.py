@@ -56,7 +56,7 @@ class Mirror:
           ValueError: another process writes to the same folder.
           OSError: the store cannot be written.
         """
-        os.utime(self.path)  # where no folder can be locked, one untouched for a day is abandoned
+        os.utime(self.path)  # a folder untouched for a day counts as abandoned
         found = self._read_stamps()
         if found == self._copied:
             return

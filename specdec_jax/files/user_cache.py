@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 
-_ABANDONED = 86_400  # seconds after which a temporary folder that is not locked is abandoned
+_ABANDONED = 86_400  # seconds after which nothing is still at work in a temporary folder
 
 
 def cache_folder() -> pathlib.Path:
@@ -50,36 +50,9 @@ def scratch_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     for left in folder.glob("tmp-*"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _ABANDONED:
-                with _lock(left):
-                    shutil.rmtree(left)
+                shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix="tmp-", dir=folder, ignore_cleanup_errors=True) as path:
-        with _lock(path):
-            yield pathlib.Path(path)
-
-
-@contextlib.contextmanager
-def _lock(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Locks a folder during the block, where the system and the file system have such locks.
-
-    Raises:
-      BlockingIOError: it is locked: somebody is still at work in it.
-    """
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:  # as NFS for folders: their age alone tells
-            pass
-        yield
-    finally:
-        os.close(number)
+        yield pathlib.Path(path)
 
 
 def _check(place: pathlib.Path) -> None:

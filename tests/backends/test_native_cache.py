@@ -137,14 +137,3 @@ def test_what_killed_processes_left_goes(tmp_path):
     with user_cache.scratch_folder(folder) as temporary:
         assert temporary.parent == folder and len(names(folder)) == 2 and not old.exists()
     assert names(folder) == ["tmp-new"]
-
-
-@pytest.mark.skipif(os.name == "nt", reason="folders cannot be locked")
-def test_a_temporary_folder_in_use_stays_whatever_its_age():
-    folder = user_cache.private_folder("remote")
-    with user_cache.scratch_folder(folder) as used:
-        (used / "file").touch()
-        os.utime(used, (time.time() - 2 * user_cache._ABANDONED,) * 2)
-        with user_cache.scratch_folder(folder):
-            assert (used / "file").exists()
-    assert names(folder) == []

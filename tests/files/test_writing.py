@@ -43,7 +43,6 @@ MAY_WRITE = {
         "files.user_cache",
         "shutil.rmtree",
     ): "temporary folders that processes which were killed have left",
-    ("files.user_cache", "os.open"): "a folder, to lock it",
     ("files.places", "write_bytes"): "an outline in a temporary folder",
     ("files.places", "os.truncate"): "the same",
     ("commands.main", "os.open"): "the null device, in place of a stream that is lost",
