@@ -58,11 +58,12 @@ if TYPE_CHECKING:  # optax takes its time
     from specdec_jax.training.online import OnlineDistillation
 
 _SAVE_SECONDS = 30.0  # between two times that what was learnt is saved
+_DATA = ("module_import", "tfds_data_dir", "seqio_additional_cache_dirs")  # where a task's are
 # Options that do not decide the lines of an output file: the models' and the sentences' contents
 # do, and those of the configuration are compared as its fields.
 _NOT_DECIDING = {
     *("target", "drafter", "shortlist", "vocabulary", "dtype", "quantize", "stream", "config"),
-    *("input_file", "output_file", "module_import", "tfds_data_dir"),
+    *("input_file", "output_file", "use_cached", *_DATA),
     *("gamma_policy", "gamma_settings"),
     *(field.name for field in dataclasses.fields(GenerationFlags)),
 }
@@ -95,6 +96,8 @@ class GenerateOptions(GenerationFlags, ModelOptions):
       module_import: Python module that registers --task; repeatable
       score_targets: with --task: add the log-likelihood of the targets to the lines
       tfds_data_dir: folder in which TensorFlow Datasets keeps the data of --task (default: its own)
+      use_cached: read the data of --task as seqio_cache_tasks has preprocessed them
+      seqio_additional_cache_dirs: folder of such data, here or at a URL; repeatable
       json: print one JSON object a line: text, tokens, log-probabilities, why it ended, statistics
       stream: print each output while it is decoded; with --json, one object for each piece
     """
@@ -111,6 +114,8 @@ class GenerateOptions(GenerationFlags, ModelOptions):
     module_import: tuple[str, ...] = ()
     score_targets: bool = False
     tfds_data_dir: str | None = None
+    use_cached: bool = False
+    seqio_additional_cache_dirs: tuple[str, ...] = ()
     json: bool = False
     stream: bool = False
 
@@ -209,12 +214,15 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         names: tuple[str, ...] = ("input_file", "json", "stream")
         if not self.task:
             where, expected = "without a task", "--task"
-            names = ("split", "module_import", "score_targets", "tfds_data_dir")
+            names = (*_DATA, "split", "score_targets", "use_cached")
         elif config.num_samples > 1:
             raise checks.unsupported("num_samples", f"{config.num_samples} {where}", "1")
         for name in names:
             if value := getattr(self, name):
                 raise UnsupportedCombination(f"{name}: got {value!r} {where}, expected {expected}")
+        if (given := self.seqio_additional_cache_dirs) and not self.use_cached:
+            got = f"seqio_additional_cache_dirs: got {given!r} without use_cached"
+            raise UnsupportedCombination(f"{got}, expected --use_cached")
 
     @property
     def resumes(self) -> bool:
@@ -353,7 +361,8 @@ def _find_examples(options: GenerateOptions, config: GenerationConfig) -> Callab
         raise ValueError(f"{got}, expected the extra: pip install '.[seqio]'") from error
     assert options.task
     split = options.split or "test"
-    tasks = seqio_jobs.find_tasks(options.task, split, options.module_import, options.tfds_data_dir)
+    where = options.tfds_data_dir, options.use_cached, options.seqio_additional_cache_dirs
+    tasks = seqio_jobs.find_tasks(options.task, split, options.module_import, *where)
     return functools.partial(
         seqio_jobs.Examples,
         tasks,
@@ -362,6 +371,7 @@ def _find_examples(options: GenerateOptions, config: GenerationConfig) -> Callab
         batch_size=options.rows,
         seed=options.seed,
         score_targets=options.score_targets,
+        use_cached=options.use_cached,
     )
 
 

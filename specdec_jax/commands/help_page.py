@@ -25,6 +25,7 @@ beam search: num_beams beam_style length_penalty early_stopping num_return_seque
 languages: source_language target_language
 batches and limits: batch_size max_input_length deadline non_finite shard_size
 seqio tasks instead of sentences: task split module_import score_targets tfds_data_dir
+  use_cached seqio_additional_cache_dirs
 what is measured: repeats widths compare_alpha against suite
 random weights instead of models: preset drafter_preset input_length synthetic_alpha
 the table: order continuations sampled suffix

@@ -16,7 +16,7 @@ from specdec_jax.files import places, writing
 # drafter.
 INPUTS = (
     "target drafter shortlist vocabulary input_file source records source_files validation_files"
-    " train_files data_dir tfds_data_dir initialise_from teacher"
+    " train_files data_dir tfds_data_dir seqio_additional_cache_dirs initialise_from teacher"
 ).split()
 OUTPUTS = "output output_file output_dir config plot picture report".split()
 

@@ -3,13 +3,17 @@
 Needs the extra `seqio`, which brings TensorFlow.
 """
 
+import atexit
 import contextlib
 import difflib
+import functools
 import importlib
 import itertools
 import json
 import math
 import os
+import pathlib
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +25,8 @@ import seqio
 import tensorflow as tf
 
 from specdec_jax.decoding.continuous_batching import Output
+from specdec_jax.files.places import RemotePath, is_remote, make_path
+from specdec_jax.files.user_cache import private_folder, scratch_folder
 from specdec_jax.files.writing import write_file
 from specdec_jax.interop.vocabularies import find_difference
 from specdec_jax.models.language_model import LanguageModel
@@ -33,6 +39,9 @@ except RuntimeError:  # somebody has used TensorFlow before, and its devices are
 
 FEATURES = ("inputs", "targets")
 _NEAR = 3
+_INFO = re.compile(r"info\.(.+)\.json")  # what a folder of seqio_cache_tasks has of each split
+_scratch = contextlib.ExitStack()
+atexit.register(_scratch.close)
 
 
 class Example(NamedTuple):
@@ -64,7 +73,12 @@ def _name_failure(name: str, got: str, what: str, expected: str = "") -> Iterato
 
 
 def find_tasks(
-    name: str, split: str, modules: Sequence[str] = (), data_dir: str | None = None
+    name: str,
+    split: str,
+    modules: Sequence[str] = (),
+    data_dir: str | None = None,
+    use_cached: bool = False,
+    cache_dirs: Sequence[str] = (),
 ) -> tuple[seqio.Task, ...]:
     """Returns a registered task, or the tasks of a mixture; no data are read.
 
@@ -74,10 +88,13 @@ def find_tasks(
         "test[:100]".
       modules: modules to import first, which register tasks; the working directory is searched too.
       data_dir: where TensorFlow Datasets keeps its data; None: where each task says.
+      use_cached: whether the data are those that `seqio_cache_tasks` has preprocessed.
+      cache_dirs: folders of such data beside those that modules have added, here or at URLs, from
+        which the split's files are copied.
 
     Raises:
-      ValueError: a module cannot be imported, the name or split is unknown, or a task is not from
-        ids to ids.
+      ValueError: a module cannot be imported, the name or split is unknown, a task is not from ids
+        to ids, or has no preprocessed data.
     """
     if os.getcwd() not in sys.path:  # a console script does not search the working directory
         sys.path.append(os.getcwd())
@@ -98,11 +115,62 @@ def find_tasks(
         seqio.set_tfds_data_dir_override(data_dir)
     tasks = tuple(seqio.get_subtasks(seqio.get_mixture_or_task(name)))
     for task in tasks:
-        _check(task, split)
+        if use_cached:
+            _find_cached(task, split, cache_dirs)
+        _check(task, split, use_cached)
     return tasks
 
 
-def _check(task: seqio.Task, split: str) -> None:
+def _find_cached(task: seqio.Task, split: str, folders: Sequence[str]) -> None:
+    """Lets seqio find a task's preprocessed data; raises ValueError where there are none."""
+    if not task.supports_caching:
+        got = f"use_cached: got True for task {task.name!r}"
+        raise ValueError(f"{got}, expected one with a seqio.CacheDatasetPlaceholder")
+    below = seqio.utils.get_task_dir_from_name(task.name)
+    seqio.add_global_cache_dirs(
+        [_copy_cached(folder, below, split) if is_remote(folder) else folder for folder in folders]
+    )
+    with _name_failure("task", task.name, "whose preprocessed data cannot be found"):
+        found = task.cache_dir
+        splits = _list_cached_splits(found) if found else []
+    if not found:
+        searched = ", ".join(folders or seqio.get_global_cache_dirs()) or "no folder"
+        got = f"task: got {task.name!r} without preprocessed data (searched: {searched})"
+        raise ValueError(f"{got}, expected {below}/ with COMPLETED, as seqio_cache_tasks writes it")
+    if split not in splits:
+        got = f"split: got {split!r}, of which {found} has no preprocessed data"
+        raise ValueError(f"{got}, expected one of {', '.join(splits)}")
+
+
+def _list_cached_splits(folder: str) -> list[str]:
+    names = tf.io.gfile.listdir(folder)
+    return sorted(match[1] for name in names if (match := _INFO.fullmatch(name)))
+
+
+def _copy_cached(url: str, below: str, split: str) -> str:
+    """Copies the preprocessed data of a task's split from a store; returns what replaces `url`.
+
+    The copy stays as long as this process, since seqio remembers where it found a task.
+    """
+    remote, scratch = make_path(url) / below, _make_scratch(url)
+    assert isinstance(remote, RemotePath)
+    sizes = {
+        name: size
+        for name, size in remote.list_files()
+        if name in ("COMPLETED", f"stats.{split}.json")
+        or _INFO.fullmatch(name)
+        or name.startswith(f"{split}.tfrecord-")
+    }
+    remote.download(sizes, scratch / below)
+    return str(scratch)
+
+
+@functools.cache
+def _make_scratch(url: str) -> pathlib.Path:
+    return _scratch.enter_context(scratch_folder(private_folder("remote")))
+
+
+def _check(task: seqio.Task, split: str, use_cached: bool) -> None:
     """Raises ValueError for a task not from ids to ids, without the split, or with bad metrics."""
     for name in FEATURES:
         feature, got = task.output_features.get(name), ", ".join(task.output_features)
@@ -116,7 +184,7 @@ def _check(task: seqio.Task, split: str) -> None:
             "expected sequences of ids called inputs and targets"
         )
     with _name_failure("task", task.name, "which cannot be used"):
-        splits = sorted(task.splits)
+        splits = [split] if use_cached else sorted(task.splits)
         task.metric_objs  # a property that makes them
     if split.partition("[")[0] not in splits:
         raise ValueError(
@@ -144,6 +212,7 @@ class Examples:
         batch_size: int,
         seed: int = 0,
         score_targets: bool = False,
+        use_cached: bool = False,
     ):
         """Reads all examples of tasks from `find_tasks`.
 
@@ -154,6 +223,7 @@ class Examples:
           seed: seed of the data, if a task draws any.
           score_targets: give every line the log-likelihood of its targets, even if no metric needs
             it.
+          use_cached: read the preprocessed data that `find_tasks` found.
 
         Raises:
           ValueError: another vocabulary than the target's, or data that cannot be read.
@@ -161,7 +231,8 @@ class Examples:
         check_vocabularies(tasks, target)
         self._tasks, self._split, self._width = tuple(tasks), split, output_length
         lengths = dict(zip(FEATURES, (input_length, output_length)))
-        self.examples = [example for task in tasks for example in _read(task, split, lengths, seed)]
+        how = dict(split=split, use_cached=use_cached, seed=seed)
+        self.examples = [one for task in tasks for one in _read(task, lengths, **how)]
         if not self.examples:
             raise ValueError(f"split: got {split!r} without examples, expected at least one")
         self.inputs = [example.inputs for example in self.examples]
@@ -271,9 +342,9 @@ def check_vocabularies(tasks: Sequence[seqio.Task], target: LanguageModel) -> No
             )
 
 
-def _read(task: seqio.Task, split: str, lengths: Mapping[str, int], seed: int) -> list[Example]:
+def _read(task: seqio.Task, lengths: Mapping[str, int], **how: Any) -> list[Example]:
     with _name_failure("task", task.name, "whose data cannot be read"):
-        data = task.get_dataset(lengths, split=split, shuffle=False, seed=seed, num_epochs=1)
+        data = task.get_dataset(lengths, shuffle=False, num_epochs=1, **how)
         examples = list(data.as_numpy_iterator())
     return [
         Example(task, fields, *(np.asarray(fields.get(name, ())).tolist() for name in FEATURES))

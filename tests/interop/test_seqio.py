@@ -2,9 +2,11 @@
 
 import json
 import pathlib
+import shutil
 import types
 
 import command_line
+import fsspec
 import jax
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from seqio_jobs_of import (
     seqio,
     tasks,
     tf,
+    write_cached,
 )
 
 import specdec_jax as sd
@@ -350,6 +353,62 @@ def test_parts_of_a_task_join_into_what_one_run_gives(generate, toys, tmp_path):
     assert "".join(part.read_text() for part in parts) == whole.read_text()
     code, _, error = generate("--task=toy_text", "--shard=0/999", f"--output_file={whole}")
     assert code == 2 and "shard: got '0/999' of" in error
+
+
+@pytest.fixture
+def cached(toys, pair, tmp_path):
+    """A task of its own; a folder has four of its preprocessed examples."""
+    tasks.tsv(toys, str(pair / "target"), prefix="Tom ", name="toy_cached")
+    write_cached("toy_cached", tmp_path / "cached", "test", 4)
+    yield tmp_path / "cached"
+    seqio.TaskRegistry.remove("toy_cached")
+    seqio.set_global_cache_dirs([])
+
+
+@needs_seqio
+@pytest.mark.parametrize("where", ["here", "in a store"])
+def test_preprocessed_data(where, generate, cached, tmp_path):
+    """They are read in place of the task's own, here and from a store."""
+    assert generate("--task=toy_cached", f"--output_file={tmp_path / 'own'}")[0] == 0
+    folder = str(cached)
+    if where == "in a store":
+        folder = "memory://caches/of/tasks"
+        fsspec.filesystem("memory").put(str(cached), folder, recursive=True)
+        shutil.rmtree(cached)
+    argv = "--task=toy_cached", "--use_cached", f"--seqio_additional_cache_dirs={folder}"
+    code, _, error = generate(*argv, f"--output_file={tmp_path / 'read'}")
+    assert code == 0, error
+    own = decoded((tmp_path / "own").read_text())
+    assert decoded((tmp_path / "read").read_text()) == own[:4] and len(own) == len(PAIRS)
+
+
+@needs_seqio
+def test_preprocessed_data_that_are_not_there(generate, cached):
+    def error_of(*argv):
+        code, _, error = generate(*argv)
+        assert code == 2
+        return error
+
+    ask = "--task=toy_cached", f"--seqio_additional_cache_dirs={cached}"
+    assert "without use_cached, expected --use_cached" in error_of(*ask)
+    assert "use_cached: got True without a task" in error_of("--use_cached", "Hello.")
+    wrong = error_of(*ask, "--use_cached", "--split=validation")
+    assert "no preprocessed data, expected one of test" in wrong
+    (cached / "toy_cached" / "info.test.json").write_text("{")
+    assert "data cannot be read" in error_of(*ask, "--use_cached")
+
+    task = seqio.TaskRegistry.get("toy_cached")
+    plain = [one for one in task.preprocessors if type(one) is not seqio.CacheDatasetPlaceholder]
+    for name, steps, expected in (
+        ("toy_plain", plain, "expected one with a seqio.CacheDatasetPlaceholder"),
+        ("toy_lost", task.preprocessors, f"without preprocessed data (searched: {cached})"),
+    ):
+        seqio.TaskRegistry.add_provider(name, task.replace(name=name, preprocessors=steps))
+        try:
+            wrong = error_of(f"--task={name}", "--use_cached", *ask[1:])
+        finally:
+            seqio.TaskRegistry.remove(name)
+        assert expected in wrong
 
 
 @needs_seqio

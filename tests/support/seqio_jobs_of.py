@@ -96,6 +96,33 @@ def toys(pair, tmp_path_factory):
         seqio.TaskRegistry.remove(name)
 
 
+def write_cached(task: str, folder: pathlib.Path, split: str, count: int) -> None:
+    """Writes the first examples of a task as `seqio_cache_tasks` does: before it appends EOS."""
+    one = seqio.TaskRegistry.get(task)
+    data = one.preprocess_precache(one.source.get_dataset(split, shuffle=False), seed=None)
+    folder = folder / task
+    folder.mkdir(parents=True, exist_ok=True)
+    with tf.io.TFRecordWriter(str(folder / f"{split}.tfrecord-00000-of-00001")) as records:
+        for fields in data.take(count).as_numpy_iterator():
+            features = {name: _feature(value) for name, value in fields.items()}
+            example = tf.train.Example(features=tf.train.Features(feature=features))
+            records.write(example.SerializeToString())
+    info = {
+        name: {"shape": spec.shape.as_list(), "dtype": spec.dtype.name}
+        for name, spec in data.element_spec.items()
+    }
+    record = {"num_shards": 1, "features": info, "seqio_version": seqio.__version__}
+    (folder / f"info.{split}.json").write_text(json.dumps(record))
+    (folder / f"stats.{split}.json").write_text(json.dumps({"examples": count}))
+    (folder / "COMPLETED").write_text("")
+
+
+def _feature(value):
+    if isinstance(value, bytes):
+        return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
+    return tf.train.Feature(int64_list=tf.train.Int64List(value=np.ravel(value)))
+
+
 @pytest.fixture
 def generate(specdec):
     """Returns a function that runs `specdec generate` with the tiny pair on a task."""
