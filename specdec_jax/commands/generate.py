@@ -360,18 +360,15 @@ def _find_examples(options: GenerateOptions, config: GenerationConfig) -> Callab
         got = f"task: got {options.task!r} without seqio ({error})"
         raise ValueError(f"{got}, expected the extra: pip install '.[seqio]'") from error
     assert options.task
-    split = options.split or "test"
     where = options.tfds_data_dir, options.use_cached, options.seqio_additional_cache_dirs
-    tasks = seqio_jobs.find_tasks(options.task, split, options.module_import, *where)
+    name, split = options.task, options.split or "test"
     return functools.partial(
         seqio_jobs.Examples,
-        tasks,
-        split,
+        seqio_jobs.find_tasks(name, split, options.module_import, *where),
         input_length=config.max_input_length,
         batch_size=options.rows,
         seed=options.seed,
         score_targets=options.score_targets,
-        use_cached=options.use_cached,
     )
 
 

@@ -44,6 +44,20 @@ _scratch = contextlib.ExitStack()
 atexit.register(_scratch.close)
 
 
+class TaskSplit(NamedTuple):
+    """One split of some tasks.
+
+    Attributes:
+      tasks: the tasks.
+      name: name of the split.
+      use_cached: whether its data are those that `seqio_cache_tasks` has preprocessed.
+    """
+
+    tasks: tuple[seqio.Task, ...]
+    name: str
+    use_cached: bool = False
+
+
 class Example(NamedTuple):
     """One example of a task.
 
@@ -79,8 +93,8 @@ def find_tasks(
     data_dir: str | None = None,
     use_cached: bool = False,
     cache_dirs: Sequence[str] = (),
-) -> tuple[seqio.Task, ...]:
-    """Returns a registered task, or the tasks of a mixture; no data are read.
+) -> TaskSplit:
+    """Returns a split of a registered task, or of the tasks of a mixture; no data are read.
 
     Args:
       name: name of the task or mixture.
@@ -118,7 +132,7 @@ def find_tasks(
         if use_cached:
             _find_cached(task, split, cache_dirs)
         _check(task, split, use_cached)
-    return tasks
+    return TaskSplit(tasks, split, use_cached)
 
 
 def _find_cached(task: seqio.Task, split: str, folders: Sequence[str]) -> None:
@@ -170,7 +184,7 @@ def _make_scratch(url: str) -> pathlib.Path:
     return _scratch.enter_context(scratch_folder(private_folder("remote")))
 
 
-def _check(task: seqio.Task, split: str, use_cached: bool) -> None:
+def _check(task: seqio.Task, split: str, use_cached: bool = False) -> None:
     """Raises ValueError for a task not from ids to ids, without the split, or with bad metrics."""
     for name in FEATURES:
         feature, got = task.output_features.get(name), ", ".join(task.output_features)
@@ -203,8 +217,7 @@ class Examples:
 
     def __init__(
         self,
-        tasks: Sequence[seqio.Task],
-        split: str,
+        split: TaskSplit,
         target: LanguageModel,
         *,
         input_length: int,
@@ -212,29 +225,30 @@ class Examples:
         batch_size: int,
         seed: int = 0,
         score_targets: bool = False,
-        use_cached: bool = False,
     ):
-        """Reads all examples of tasks from `find_tasks`.
+        """Reads all examples.
 
         Args:
+          split: what `find_tasks` returned.
+          target: the target.
           input_length, output_length: lengths to which seqio cuts inputs and targets: T5X's
             TASK_FEATURE_LENGTHS.
           batch_size: number of targets that are scored together.
           seed: seed of the data, if a task draws any.
           score_targets: give every line the log-likelihood of its targets, even if no metric needs
             it.
-          use_cached: read the preprocessed data that `find_tasks` found.
 
         Raises:
           ValueError: another vocabulary than the target's, or data that cannot be read.
         """
+        tasks = split.tasks
         check_vocabularies(tasks, target)
-        self._tasks, self._split, self._width = tuple(tasks), split, output_length
+        self._split, self._width = split, output_length
         lengths = dict(zip(FEATURES, (input_length, output_length)))
-        how = dict(split=split, use_cached=use_cached, seed=seed)
+        how = dict(split=split.name, use_cached=split.use_cached, seed=seed)
         self.examples = [one for task in tasks for one in _read(task, lengths, **how)]
         if not self.examples:
-            raise ValueError(f"split: got {split!r} without examples, expected at least one")
+            raise ValueError(f"split: got {split.name!r} without examples, expected at least one")
         self.inputs = [example.inputs for example in self.examples]
         self.contents = [
             json.dumps([one.task.name, one.inputs, one.targets, _is_pretokenized(one.fields)])
@@ -263,7 +277,7 @@ class Examples:
                 score = math.fsum(output.log_probs) if output.score is None else output.score
             rows.append((prediction, output.tokens, _make_finite(score)))
         predictions, tokens, scores = rows[0] if len(rows) == 1 else map(list, zip(*rows))
-        record: dict[str, Any] = {"task": example.task.name} if len(self._tasks) > 1 else {}
+        record: dict[str, Any] = {"task": example.task.name} if len(self._split.tasks) > 1 else {}
         record |= {
             "inputs": _is_pretokenized(example.fields),
             "prediction": predictions,
@@ -290,7 +304,7 @@ class Examples:
         lost = sum("error" in record for record in records)
         notes = [f"no output, which metrics take for an empty one: {lost} examples"] * bool(lost)
         metrics = {}
-        for task in self._tasks:
+        for task in self._split.tasks:
             members = [pair for pair in zip(self.examples, records) if pair[0].task is task]
             fields = [example.fields for example, _ in members]
             own = [record for _, record in members]
@@ -306,11 +320,11 @@ class Examples:
                 f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
                 for name, value in values.items()
             )
-            print(f"{task} ({self._split}): {shown or 'no metrics'}", file=sys.stderr)
+            print(f"{task} ({self._split.name}): {shown or 'no metrics'}", file=sys.stderr)
         for note in notes:
             print(note, file=sys.stderr)
         if output_file:
-            record = {"split": self._split, "metrics": metrics, "not computed": notes}
+            record = {"split": self._split.name, "metrics": metrics, "not computed": notes}
             write_file(f"{output_file}.metrics.json", json.dumps(record, indent=2) + "\n")
 
 

@@ -266,9 +266,8 @@ def test_metrics_of_other_kinds_are_named(toys, target):
     inside = Inside(model_output_type=seqio.metrics.ModelOutputType.SCORE_WITH_INTERMEDIATES)
     objects = [inside, Longest(model_output_type=seqio.metrics.ModelOutputType.PREDICTION)]
     task = seqio.TaskRegistry.get("toy_more").replace(metric_fns=[], metric_objs=objects)
-    job = interop.Examples(
-        [task], "test", target, input_length=LENGTH, output_length=WIDTH, batch_size=2
-    )
+    split = interop.TaskSplit((task,), "test")
+    job = interop.Examples(split, target, input_length=LENGTH, output_length=WIDTH, batch_size=2)
     output = continuous_batching.Output("", [5, 6, 1], [-1.0, -2.0, -float("inf")], [], "eos", None)
     lines = [line for number in range(len(PAIRS)) for line in job.lines(number, [output])]
     assert (
@@ -289,9 +288,8 @@ def test_ids_that_stand_for_themselves_are_padded_as_t5xs(target):
 
     source = seqio.FunctionDataSource(data, splits=["test"])
     task = seqio.Task("toy_ids", source, {"inputs": feature, "targets": feature})
-    job = interop.Examples(
-        [task], "test", target, input_length=LENGTH, output_length=4, batch_size=2
-    )
+    split = interop.TaskSplit((task,), "test")
+    job = interop.Examples(split, target, input_length=LENGTH, output_length=4, batch_size=2)
     assert job.inputs == [[5, 6]] and job.examples[0].targets == [7, 1]
     (line,) = job.lines(
         0, [continuous_batching.Output(None, [9, 1], [-1.0, -0.5], [], "eos", None)]
@@ -311,9 +309,8 @@ def test_an_example_without_output_is_null_and_to_metrics_empty(toys, target):
     task = seqio.TaskRegistry.get("toy_more").replace(
         metric_fns=[seqio_jobs_of.words], metric_objs=[]
     )
-    job = interop.Examples(
-        [task], "test", target, input_length=LENGTH, output_length=WIDTH, batch_size=2
-    )
+    split = interop.TaskSplit((task,), "test")
+    job = interop.Examples(split, target, input_length=LENGTH, output_length=WIDTH, batch_size=2)
     result = continuous_batching.Output("", [5, 6, 1], [-1.0, -2.0, -1.0], [], "eos", None)
     lost = continuous_batching.Output(
         None, [], [], [], "error", None, None, sd.NonFiniteLogitsError("the target toy", 1, 0)
