@@ -16,7 +16,6 @@ import os
 import pathlib
 import platform
 import re
-import statistics
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -56,8 +55,9 @@ _NEVER = 1e6  # a cost at which a draft is never chosen
 # how many requests that would begin without drafts looks whether drafts would pay by now.
 _REMEMBERED, _WEIGHT, _LOOK = 60, 12.0, 16
 # Seconds for all passes; least and most passes; seconds and most iterations of one timed call,
-# which must be long enough for its start not to count.
-_BUDGET, _PASSES, _PASS, _STEPS = 2.0, (3, 9), 0.04, 128
+# which must be long enough for its start not to count, and else short: then on a busy machine some
+# of many calls are not interrupted.
+_BUDGET, _PASSES, _PASS, _STEPS = 2.0, (3, 18), 0.02, 128
 _LARGEST = 65_536  # bytes of a file; larger ones are not read
 _LOG = logging.getLogger(__name__)
 
@@ -91,6 +91,7 @@ class Costs(NamedTuple):
         tokens = np.mean([np.cumsum(alpha ** np.arange(MAXIMUM + 1)) for alpha in hoped], axis=0)
         return np.array(self.iterations) / tokens
 
+    @functools.cache
     def pays(self, rows: int, learns: bool = False) -> bool:
         """Returns whether drafting could be faster than plain decoding at all.
 
@@ -115,14 +116,21 @@ class Costs(NamedTuple):
         if learned is not None:
             weight, look = Auto.weight + learned.examined, learned.requests % _LOOK == 0
             acceptance = (Auto.weight * self.acceptance + learned.accepted) / weight
+            ending = learned.ended / max(learned.tokens, 1)
             begin = dict(acceptance=acceptance, weight=min(weight, _WEIGHT), look=float(look))
+            begin["ending"] = ending
             # An iteration without a draft costs a little more in a program that may draft than in
             # one that never does.
-            tokens = np.cumsum(acceptance ** np.arange(MAXIMUM + 1))
+            tokens = np.cumsum((acceptance * (1 - ending)) ** np.arange(MAXIMUM + 1))
             best = np.min(costs / tokens) + self.prefill / _TOKENS
             if not look and best >= 1 / (1 + _GAIN):
                 return None
-        return Auto(MAXIMUM, costs=tuple(costs.tolist()), **begin)
+        return _make_policy(tuple(costs.tolist())).with_numbers(**begin)
+
+
+@functools.cache
+def _make_policy(costs: tuple[float, ...]) -> Auto:
+    return Auto(MAXIMUM, costs=costs)
 
 
 class Learned(NamedTuple):
@@ -132,11 +140,15 @@ class Learned(NamedTuple):
       examined: number of drafted tokens that were examined; only the latest count.
       accepted: how many of those were accepted.
       requests: number of requests so far.
+      tokens: how many tokens the requests with these drafts committed.
+      ended: how many of them ended a row by themselves: an EOS or a stop string.
     """
 
     examined: float = 0.0
     accepted: float = 0.0
     requests: int = 0
+    tokens: float = 0.0
+    ended: float = 0.0
 
 
 def autotune(plan: Plan, first: bool = False) -> Plan:
@@ -179,7 +191,10 @@ def record(request: Request, result: GenerationResult) -> None:
     """
     if request.costs_key is not None and not any(result.errors):
         examined = int(result.stats.examined_by_position.sum())
-        learn(request.costs_key, examined, int(result.stats.accepted_by_position.sum()))
+        accepted = int(result.stats.accepted_by_position.sum())
+        ended = sum(reason in ("eos", "stop") for reason in result.finish_reasons)
+        ends = (int(result.lengths.sum()), ended) if examined else ()
+        learn(request.costs_key, examined, accepted, *ends)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "slots"))
@@ -245,15 +260,21 @@ def save_costs(key: str, costs: Costs) -> None:
         _LOG.info("%s: %s: what was measured holds for this process", path, error)
 
 
-def learn(key: str, examined: int, accepted: int) -> None:
-    """Adds how many of a request's drafted tokens were examined and accepted.
+def learn(key: str, examined: int, accepted: int, tokens: int = 0, ended: int = 0) -> None:
+    """Adds how many of a request's drafted tokens were examined and accepted, and how rows ended.
 
     Only for argmax, where the output does not depend on how much is drafted.
     """
     before = _learned.get(key, Learned())
     total = before.examined + examined
     kept = min(1.0, _REMEMBERED / max(total, 1))
-    _learned[key] = Learned(kept * total, kept * (before.accepted + accepted), before.requests + 1)
+    _learned[key] = Learned(
+        examined=kept * total,
+        accepted=kept * (before.accepted + accepted),
+        requests=before.requests + 1,
+        tokens=kept * (before.tokens + tokens),
+        ended=kept * (before.ended + ended),
+    )
 
 
 def _costs_path(key: str) -> pathlib.Path | None:
@@ -385,13 +406,14 @@ def measure(
     passes, start, (least, most) = [], time.perf_counter(), _PASSES
     while len(passes) < least or len(passes) < most and time.perf_counter() - start < _BUDGET:
         passes.append({name: time_steps(name, steps) for name in variants})
-    medians = {
-        gamma: statistics.median(one[gamma] / one["plain"] for one in passes) for gamma in TIMED
-    }
-    plain = statistics.median(one["plain"] for one in passes)
+    # On a busy machine medians are as often of interrupted calls, and the fastest call is an
+    # exception where the processor changes its speed.
+    seconds = {name: sorted(one[name] for one in passes)[1] for name in variants}
+    plain = seconds["plain"]
     _time_call(prefill)
     first = min(_time_call(prefill) for _ in range(3))
-    iterations = interpolate_costs(medians, in_steps=bool(state.config.widths))
+    timed = {gamma: seconds[gamma] / plain for gamma in TIMED}
+    iterations = interpolate_costs(timed, in_steps=bool(state.config.widths))
     return Costs(iterations, first / plain, plain)
 
 

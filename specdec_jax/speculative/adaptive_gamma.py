@@ -46,8 +46,9 @@ class AutoState(NamedTuple):
 class Auto(Policy):
     """A policy that drafts the γ with the most expected tokens per time, which may be 0.
 
-    That is (1 + α̂ + … + α̂^γ) / cost(γ). α̂ is the row's acceptance rate so far, in which the
-    assumed rate `acceptance` counts for `weight` tokens. A row that drafts nothing learns nothing;
+    That is (1 + β + … + β^γ) / cost(γ), where β = α̂ · (1 − `ending`): what was drafted after a
+    row's last token is in vain. α̂ is the row's acceptance rate so far, in which the assumed rate
+    `acceptance` counts for `weight` tokens. A row that drafts nothing learns nothing;
     it tries `PROBE` tokens at its beginning, and then so seldom that all tries together take less
     than 1 % of its time: each one that fails doubles the number of iterations until the next.
 
@@ -63,6 +64,7 @@ class Auto(Policy):
       weight: how many tokens that assumption counts for.
       memory: factor by which the observations of an iteration are multiplied at each later one that
         drafts.
+      ending: the probability that a token ends its row by itself, as an EOS does.
       look: the part of the first wait that has passed when a row begins; with 1 the row may try at
         once.
     """
@@ -75,6 +77,7 @@ class Auto(Policy):
     acceptance: PerInput = number_field(0.68, 0, 1)
     weight: PerInput = number_field(1.7, 1e-6, 1e6)
     memory: PerInput = number_field(0.99, 0, 1)
+    ending: PerInput = number_field(0.0, 0, 1)
     look: PerInput = number_field(1.0, 0, 1)
     counts_nodes: ClassVar[bool] = False  # the costs are those of iterations with a chain
 
@@ -99,9 +102,7 @@ class Auto(Policy):
 
     def rows(self, batch: int) -> "Auto":
         costs = np.broadcast_to(np.asarray(self.costs, np.float32), (batch, self.maximum + 1))
-        policy = super().rows(batch)
-        object.__setattr__(policy, "costs", costs)
-        return policy
+        return super().rows(batch).with_numbers(costs=costs)
 
     def _first_wait(self) -> Float[Array, " B"]:
         added = self.costs[:, min(PROBE, self.maximum)] / self.costs[:, 0] - 1
@@ -114,8 +115,9 @@ class Auto(Policy):
     def _best(self, state: AutoState) -> Int[Array, " B"]:
         """Returns the γ with the most expected tokens per time."""
         rate = (state.accepted + self.weight * self.acceptance) / (state.examined + self.weight)
+        going_on = rate * (1 - self.ending)
         gammas = jnp.arange(self.maximum + 1, dtype=jnp.float32)
-        tokens = jnp.cumsum(rate[:, None] ** gammas, axis=1)
+        tokens = jnp.cumsum(going_on[:, None] ** gammas, axis=1)
         return jnp.argmax(tokens / self.costs, axis=1).astype(jnp.int32)
 
     def wanted(self, state: AutoState) -> Int[Array, " B"]:

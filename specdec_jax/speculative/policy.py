@@ -149,9 +149,16 @@ class Policy:
                 expected = f"one or {batch} (one per input)"
                 raise ValueError(f"{name}: got {value.size} values, expected {expected}")
             values[name] = np.full(batch, value)
-        # Not by its constructor, which would check all fields again for every request.
+        return self.with_numbers(**values)
+
+    def with_numbers(self, **numbers: Any) -> Any:
+        """Returns the policy with other traced values; checks nothing, which would take its time.
+
+        Args:
+          numbers: values by the names of fields.
+        """
         policy = copy.copy(self)
-        for name, value in values.items():
+        for name, value in numbers.items():
             object.__setattr__(policy, name, value)
         return policy
 

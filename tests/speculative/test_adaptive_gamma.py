@@ -43,12 +43,13 @@ class Slow:
         acceptance=0.68,
         weight=1.7,
         memory=0.99,
+        ending=0.0,
         examined=0.0,
         kept=0.0,
         idle=None,
         wait=None,
     ):
-        self.costs, self.numbers = tuple(costs), (acceptance, weight, memory)
+        self.costs, self.numbers = tuple(costs), (acceptance, weight, memory, ending)
         first = max(100 * (costs[min(PROBE, len(costs) - 1)] / costs[0] - 1), 2 * PROBE)
         self.first, self.state = (
             first,
@@ -62,9 +63,9 @@ class Slow:
         return hash(self.state)
 
     def best(self):
-        acceptance, weight, _ = self.numbers
+        acceptance, weight, _, ending = self.numbers
         examined, kept, _, _ = self.state
-        alpha = (kept + weight * acceptance) / (examined + weight)
+        alpha = (kept + weight * acceptance) / (examined + weight) * (1 - ending)
         rates = [
             sum(alpha**i for i in range(gamma + 1)) / cost for gamma, cost in enumerate(self.costs)
         ]
@@ -92,6 +93,7 @@ def test_policy_equals_slow_version():
         acceptance=[0.7, 0.6, 0.7, 0.7, 0.3, 0.05],
         weight=[2, 3, 1, 2, 4, 2],
         memory=[0.98, 1, 0.9, 1, 0.5, 1],
+        ending=[0, 0.15, 0, 0.5, 0.02, 0],
     )
     policy = Auto(costs=CHEAP, **numbers).rows(rows)
     slow = [
