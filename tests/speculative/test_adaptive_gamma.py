@@ -44,17 +44,11 @@ class Slow:
         weight=1.7,
         memory=0.99,
         ending=0.0,
-        examined=0.0,
-        kept=0.0,
-        idle=None,
-        wait=None,
+        state=None,
     ):
         self.costs, self.numbers = tuple(costs), (acceptance, weight, memory, ending)
-        first = max(100 * (costs[min(PROBE, len(costs) - 1)] / costs[0] - 1), 2 * PROBE)
-        self.first, self.state = (
-            first,
-            (examined, kept, first if idle is None else idle, wait or first),
-        )
+        self.first = max(100 * (costs[min(PROBE, len(costs) - 1)] / costs[0] - 1), 2 * PROBE)
+        self.state = state or (0.0, 0.0, self.first, self.first)
 
     def __eq__(self, other):
         return self.state == other.state
@@ -78,12 +72,12 @@ class Slow:
     def after(self, drafted, accepted):
         examined, kept, idle, wait = self.state
         if not drafted:
-            return Slow(self.costs, *self.numbers, examined, kept, idle + 1, wait)
+            return Slow(self.costs, *self.numbers, (examined, kept, idle + 1, wait))
         if not self.best():
             wait = self.first if accepted else 2 * wait
         memory = self.numbers[2]
         examined, kept = memory * examined + min(accepted + 1, drafted), memory * kept + accepted
-        return Slow(self.costs, *self.numbers, examined, kept, 0.0, wait)
+        return Slow(self.costs, *self.numbers, (examined, kept, 0.0, wait))
 
 
 def test_policy_equals_slow_version():
