@@ -318,6 +318,14 @@ def test_what_is_wrong_with_a_drafter_is_reported(drafter, message):
         decode(drafter=drafter)
 
 
+@pytest.mark.parametrize("wrong", [dict(draft=lambda self, *_: None), dict(calls=lambda n: 0)])
+def test_it_is_reported_by_its_own_name_where_it_is_timed_or_traced(wrong):
+    with pytest.raises(ValueError, match="drafter Own: draft (returned|gave)"):
+        decode(drafter=repeating(**wrong), gamma="auto")
+    with pytest.raises(ValueError, match="drafter Own: draft (returned|gave)"):
+        sd.trace(TARGET, INPUTS[0], drafter=repeating(**wrong), gamma=3)
+
+
 @pytest.mark.parametrize("verifier", ["block", "token"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_id_that_the_target_lacks_is_reported(verifier, temperature):
