@@ -157,7 +157,8 @@ def decode_stream(
             f"drafter: got {data.drafter!r} with a learner, expected none: it has its own"
         )
     if learner is not None:
-        if not all(hasattr(learner, name) for name in ("drafter", "saw", "learn")):
+        has_all = all(hasattr(learner, name) for name in ("drafter", "saw", "learn"))
+        if isinstance(learner, type) or not has_all:
             expected = "an object with drafter, saw and learn, such as SuffixHistory"
             raise mismatch_error("learner", arguments.quote(learner), expected)
         data = data._replace(drafter=learner.drafter)

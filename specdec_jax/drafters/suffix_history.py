@@ -99,7 +99,7 @@ class SuffixHistory:
           target_language: code of its language, if `generate` got one.
 
         Raises:
-          ValueError: a language that the target does not have.
+          ValueError: a language that the target does not have, or something that is no id of its.
         """
         start, languages = self._start_token, self._languages
         if target_language is not None:
@@ -108,6 +108,7 @@ class SuffixHistory:
                 raise mismatch_error("target_language", got, "none: the model has no languages")
             code = languages.find("target_language", target_language)
             start = code if languages.target == "start" else start
+        arguments.check_sequences([[start], inputs, tokens], self._vocab_size)
         prefix = [] if self._prompted else [start]
         self._keep(inputs, prefix, tokens)
         self.learn()

@@ -1,5 +1,6 @@
 """The base classes of drafters: how an iteration and the rest of the package use them."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -242,6 +243,12 @@ def can_draft_chains(drafter: Drafter) -> bool:
     return not isinstance(drafter, TreeDrafter) or type(drafter).draft is not Drafter.draft
 
 
+def _check_returned(drafter: Drafter, method: str, sound: bool, got: str, expected: str) -> None:
+    if not sound:
+        name = type(drafter).__name__
+        raise ValueError(f"drafter {name}: {method} {got}, expected {expected}")
+
+
 def check_draft(drafter: Drafter, returned: Any, state: DecodeState) -> tuple[Any, Draft]:
     """Checks, while the program is traced, what `draft` returned: its state and a `Draft`.
 
@@ -253,11 +260,7 @@ def check_draft(drafter: Drafter, returned: Any, state: DecodeState) -> tuple[An
       ValueError: anything else was returned.
     """
 
-    def check(sound: bool, got: str, expected: str):
-        if not sound:
-            name = type(drafter).__name__
-            raise ValueError(f"drafter {name}: draft {got}, expected {expected}")
-
+    check = functools.partial(_check_returned, drafter, "draft")
     pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Draft)
     check(pair, f"returned {type(returned).__name__}", "(draft_state, Draft)")
     (draft_state, draft), config, policy = returned, state.config, state.policy
@@ -280,6 +283,27 @@ def check_draft(drafter: Drafter, returned: Any, state: DecodeState) -> tuple[An
     check(unread, "gave no Draft.seen", "it of a drafter that provides_probs")
     got, expected = map(arguments.describe, (draft_state, state.draft_state))
     check(got == expected, f"returned the state {got}", f"what init makes, {expected}")
+    return draft_state, draft
+
+
+def check_tree_draft(drafter: Drafter, returned: Any, state: DecodeState) -> tuple[Any, TreeDraft]:
+    """Checks what `draft_tree` returned, as `check_draft` does what `draft` did.
+
+    Raises:
+      ValueError: anything else than its state and a `TreeDraft` was returned.
+    """
+    check = functools.partial(_check_returned, drafter, "draft_tree")
+    pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], TreeDraft)
+    check(pair, f"returned {type(returned).__name__}", "(draft_state, TreeDraft)")
+    (draft_state, draft), tree, batch = returned, state.config.tree, len(state.lengths)
+    assert tree is not None, "a program of trees"
+    nodes = f"[{batch}, {tree.size}]"
+    kinds = dict(tokens=f"int32{nodes}", valid=f"bool{nodes}", calls=f"int32[{batch}]")
+    for field, expected in kinds.items():
+        got = arguments.describe(getattr(draft, field))
+        check(got == expected, f"gave {field} {got}", expected)
+    got, expected = map(arguments.describe, (draft_state, state.draft_state))
+    check(got == expected, f"returned the state {got}", f"what init_tree makes, {expected}")
     return draft_state, draft
 
 

@@ -21,7 +21,7 @@ from specdec_jax.backends.tree_positions import WindowNodes
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions, randomness
 from specdec_jax.speculative.distributions import Categorical
-from specdec_jax.speculative.drafter import TreeDrafter
+from specdec_jax.speculative.drafter import TreeDrafter, check_tree_draft
 from specdec_jax.speculative.iteration import (
     ChainDecoding,
     commit,
@@ -79,12 +79,13 @@ class TreeDecoding(ChainDecoding):
         # At most limit − length − 1 tokens may be accepted: the target adds one more, and no row
         # passes its limit.
         max_depth = jnp.where(state.done, 0, state.limits - state.lengths - 1)
-        draft_state, draft = drafter.draft_tree(
+        returned = drafter.draft_tree(
             state.draft_state,
             state.for_drafter(),
             jnp.where(max_depth > 0, wanted, 0),
             max_depth,
         )
+        draft_state, draft = check_tree_draft(drafter, returned, state)
         draft, failed = _cut_failures(draft, config.vocab_size)
         tokens = jnp.maximum(draft.tokens, 0)
         nodes = WindowNodes(

@@ -355,6 +355,9 @@ def test_a_file_of_outputs_remembers(target, tmp_path):
         sd.generate(target, INPUTS[:1], drafter=sd.SuffixDrafter.load(path), **warm)
     with pytest.raises(ValueError, match="target_language: got 'de', expected none: the model"):
         history.add(INPUTS[0], [21, 5, 1], target_language="de")
+    for wrong in (["x"], [-1, 1], [V, 1]):  # -1 would end a text, and V wrap around in the file
+        with pytest.raises(ValueError, match="sequences: got .*, expected"):
+            history.add(INPUTS[0], wrong)
     assert not sd.SuffixDrafter.load(path, remembers=False).remembers
     sd.SuffixDrafter.save_texts(path, [[21, 5, 1]], V)
     assert not sd.SuffixDrafter.load(path).remembers

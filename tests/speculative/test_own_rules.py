@@ -349,6 +349,7 @@ class Branching(TreeDrafter):
     """Drafts the ids 3 and, below it, 12 and 4, of which 12 is none of the target's."""
 
     second: bool = flax.struct.field(pytree_node=False)
+    change: Any = flax.struct.field(pytree_node=False, default=None)
     kinds: ClassVar[Any] = POINTS
 
     def draft_tree(self, draft_state, state, num_wanted, max_depth):
@@ -358,7 +359,37 @@ class Branching(TreeDrafter):
             ids = jnp.array(ids[: shape[-1]], jnp.int32)
             return Children(jnp.broadcast_to(ids, shape)), carry
 
-        return draft_state, draft_children(state, num_wanted, max_depth, children_of)[0]
+        draft = draft_children(state, num_wanted, max_depth, children_of)[0]
+        return self.change(draft) if self.change else (draft_state, draft)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda draft: None, r"returned NoneType, expected \(draft_state, TreeDraft\)"),
+        (lambda draft: draft, r"returned TreeDraft, expected \(draft_state, TreeDraft\)"),
+        (
+            lambda draft: (1, draft),
+            r"returned the state int32\[\], expected what init_tree makes, \(",
+        ),
+        (
+            lambda draft: ((), draft._replace(tokens=draft.tokens[:, 1:])),
+            r"gave tokens int32\[2, 4\], expected int32\[2, 5\]",
+        ),
+        (
+            lambda draft: ((), draft._replace(valid=draft.tokens)),
+            r"gave valid int32\[2, 5\], expected bool\[2, 5\]",
+        ),
+        (
+            lambda draft: ((), draft._replace(calls=0)),
+            r"gave calls int32\[\], expected int32\[2\]",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_drafter_of_trees_is_reported(change, message):
+    drafter, tree = Branching(False, change), sd.Tree((0, 1, 1, 2))
+    with pytest.raises(ValueError, match=f"drafter Branching: draft_tree {message}"):
+        decode(drafter=drafter, gamma="auto", tree=tree, sampling=sd.SamplingConfig())
 
 
 @pytest.mark.parametrize("second", [False, True])
