@@ -339,11 +339,19 @@ def _find_differences(variant: Variant, plain: Variant, workload: Workload) -> l
     def measure(
         batch: SentenceBatch, _: object, expected: GenerationResult, row: int, position: int
     ) -> dict[str, Any]:
-        prefix = [workload.language.start_token, *expected.tokens[row, :position].tolist()]
+        start = [workload.language.start_token]
         if is_decoder_only(target):
-            prefix = [*(batch.ids[row] or prefix[:1]), *prefix[1:]]
-        width, rows = variant.gamma + 1, len(batch.ids)
-        how = near_ties.measure_difference(target, batch.ids[row], prefix, width, rows)
+            start = batch.ids[row] or start
+        how = near_ties.measure_difference(
+            target,
+            batch.ids[row],
+            [*start, *expected.tokens[row, :position].tolist()],
+            width=variant.gamma + 1,
+            batch=len(batch.ids),
+            sampling=workload.options.sampling(),
+            key=batch.keys[row],
+            start=len(start),
+        )
         return how._asdict() | {"near_tie": how.near_tie}
 
     return analysis_variants.list_differences(variant, plain, workload.batches, measure)

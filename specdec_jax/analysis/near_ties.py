@@ -1,6 +1,6 @@
 """Measures how near a choice is to a tie: of one token, and of the beams of a search.
 
-A token's logits from a call over several positions are compared with those from calls over one.
+A token's scores from a call over several positions are compared with those from calls over one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,17 +15,24 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
-from specdec_jax.speculative import beam_iteration
+from specdec_jax.speculative import beam_iteration, distributions
 from specdec_jax.speculative.beam_search import BeamState
 from specdec_jax.speculative.beam_tree import make_root_tree
+from specdec_jax.speculative.processors import Context
+from specdec_jax.speculative.randomness import gumbel_noise
+from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode, SamplingRows
 
 
 class Difference(NamedTuple):
     """How far one token's choice is from a tie.
 
+    Its scores are the target's logits, after processors, temperature and filters, plus the noise
+    of a Gumbel-coupled draw.
+
     Attributes:
-      margin: difference between the target's two largest logits.
-      noise: the largest difference, along the prefix, between logits from calls over one position
+      margin: difference between the two largest scores; 0 if another token has the largest one
+        where the call is over several positions, as at the edge of a filter.
+      noise: the largest difference, along the prefix, between scores from calls over one position
         and over several.
     """
 
@@ -36,9 +43,9 @@ class Difference(NamedTuple):
     def near_tie(self) -> bool:
         """Whether either token can be the argmax in exact arithmetic.
 
-        Each of the two logits may be off by `noise`.
+        Each of the two scores may be off by `noise`.
         """
-        return self.margin < 2 * self.noise
+        return self.margin <= 2 * self.noise
 
 
 _decode = jax.jit(Network.decode)
@@ -46,7 +53,14 @@ _decode = jax.jit(Network.decode)
 
 @isolated
 def measure_difference(
-    model: LanguageModel, inputs: Sequence[int], prefix: Sequence[int], width: int, batch: int = 1
+    model: LanguageModel,
+    inputs: Sequence[int],
+    prefix: Sequence[int],
+    width: int,
+    batch: int = 1,
+    sampling: SamplingConfig = SamplingConfig(),
+    key: jax.Array | None = None,
+    start: int = 1,
 ) -> Difference:
     """Returns the `Difference` at the token after `prefix`.
 
@@ -56,6 +70,9 @@ def measure_difference(
       prefix: decoder tokens, start token first; for a decoder-only model, prompt and new tokens.
       width: number of positions of the wider call (γ + 1).
       batch: number of rows; the input is repeated, since kernels differ with the number of rows.
+      sampling: how tokens are chosen.
+      key: the row's key, needed above temperature 0.
+      start: number of tokens of `prefix` that are not new.
     """
     rows = np.tile(np.asarray(inputs, np.int32), (batch, 1))
     lengths = np.full(batch, rows.shape[1], np.int32)
@@ -71,9 +88,31 @@ def measure_difference(
             computed.append(np.asarray(out[0]))
         return np.concatenate(computed)[: len(prefix)]
 
-    single, wide = logits(1), logits(width)
-    second, first = np.partition(single[-1], -2)[-2:]
-    return Difference(float(first - second), float(np.max(np.abs(single - wide))))
+    one, eos_ids = np.ones(1, np.int32), np.array([model.eos_ids or (-1,)], np.int32)
+    context = Context(padded[None, : len(prefix)], one, one * start, eos_ids)
+    rows_of_one, mode = sampling.rows(1, model.config.vocab_size), sampling.mode
+    single, wide = (
+        np.asarray(_score(values, context, rows_of_one, mode)) for values in map(logits, (1, width))
+    )
+    both = np.isfinite(single) & np.isfinite(wide)  # others are masked
+    noise = np.max(np.abs(single[both] - wide[both]), initial=0)
+    last = np.stack([single[-1], wide[-1]])
+    if key is not None and not mode.greedy:
+        places = np.array([[len(prefix)]], np.int32)
+        last += np.asarray(gumbel_noise(key[None], places, last.shape[1]))[0]
+    second, first = np.partition(last[0], -2)[-2:]
+    same = np.argmax(last[0]) == np.argmax(last[1])
+    return Difference(float(first - second) if same else 0.0, float(noise))
+
+
+def _score(
+    logits: np.ndarray, context: Context, rows: SamplingRows, mode: SamplingMode
+) -> jax.Array:
+    """Returns logits `[T, V]` of a row as its tokens are chosen, but without noise."""
+    one = jnp.asarray(logits)[None]
+    if mode.greedy:
+        return distributions.process(one, context, rows, mode)[0]
+    return distributions.standardize(one, context, rows, mode).logits[0]
 
 
 @isolated

@@ -27,7 +27,7 @@ import numpy as np
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.backends.sharding import ShardingRules, constrain_sharding, row_multiple
 from specdec_jax.decoding import autotune
-from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.checks import UnsupportedCombination, unsupported
 from specdec_jax.decoding.generate import FOREVER, STOP_EVERY, advance, complete, mark_stopped
 from specdec_jax.decoding.generation_config import ConfigOrPath, document_options, split_options
 from specdec_jax.decoding.keys import fold_keys
@@ -157,7 +157,8 @@ def decode_stream(
             f"drafter: got {data.drafter!r} with a learner, expected none: it has its own"
         )
     if learner is not None:
-        if not all(hasattr(learner, name) for name in ("drafter", "saw", "learn")):
+        has_all = all(hasattr(learner, name) for name in ("drafter", "saw", "learn"))
+        if isinstance(learner, type) or not has_all:
             expected = "an object with drafter, saw and learn, such as SuffixHistory"
             raise mismatch_error("learner", arguments.quote(learner), expected)
         data = data._replace(drafter=learner.drafter)
@@ -200,9 +201,17 @@ def decode_all(
       first: number of the first input, if `inputs` are a part of more.
       refill: as for `decode_stream`; ignored where refilling gains nothing, and with a deadline.
       learner: as for `decode_stream`; it may see an output before that is yielded.
-      config, options: as for `generate`.
+      config, options: as for `generate`, but no `key`, and no data of single inputs.
+
+    Raises:
+      ValueError: as for `decode_stream`.
+      UnsupportedCombination: an option that is data of single inputs, or a key beside `seed`.
     """
     config, data = split_options(config, options)
+    for name, given in data._replace(drafter=None)._asdict().items():
+        if given is not None:
+            expected = "seed" if name == "key" else "inputs that are lists of ids"
+            raise unsupported(name, arguments.quote(given), f"none, but {expected}")
     rows = choose_batch_size(target, batch_size, len(inputs))
     codes = {
         name: list_codes(name, getattr(config, name), len(inputs))

@@ -25,7 +25,7 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.distributions import Categorical
-from specdec_jax.speculative.drafter import Drafter, TreeDrafter
+from specdec_jax.speculative.drafter import Drafter, TreeDrafter, check_draft
 from specdec_jax.speculative.iteration import write
 from specdec_jax.speculative.policy import Policy
 from specdec_jax.speculative.state import DecodeState, Draft, Scored, make_prefixes
@@ -197,9 +197,11 @@ class _WatchedDrafter(Drafter):
     ) -> tuple[_WatchedState, Draft]:
         told, read = self.drafter.provides_probs, state.policy
         unread = read is None or not read.needs_probs
+        before = dataclasses.replace(state, draft_state=draft_state.own)
         if told and unread:
             state = dataclasses.replace(state, policy=_Endless(state.config.gamma))
-        own, draft = self.drafter.draft(draft_state.own, state, num_wanted)
+        returned = self.drafter.draft(draft_state.own, state, num_wanted)
+        own, draft = check_draft(self.drafter, returned, before)
         q = jnp.full_like(draft_state.q, jnp.nan)
         if told and draft.seen is not None:
             q = draft.seen.prob[:, : q.shape[1]]

@@ -14,7 +14,7 @@ from specdec_jax.drafters.gated import GatedDrafter
 from specdec_jax.drafters.sorted_file import map_text, write_sorted
 from specdec_jax.drafters.sorted_text import SortedText, sort_places
 from specdec_jax.drafters.suffix import SuffixDrafter
-from specdec_jax.files.reading import mismatch_error
+from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import is_decoder_only
@@ -71,6 +71,7 @@ class SuffixHistory:
         vocabulary = target.vocabulary
         self._fingerprint = "" if vocabulary is None else vocabulary.fingerprint()
         self._prompted, self._start_token = is_decoder_only(target), target.start_token
+        self._languages = getattr(vocabulary, "languages", None)
         self._ids = np.zeros(0, np.int32)  # known to the drafter
         self._new: list[np.ndarray] = []
         self._drafter = _replace_text(drafter, self._sort())
@@ -87,14 +88,28 @@ class SuffixHistory:
         if output.finish_reason not in ("error", "empty"):
             self._keep(inputs, prefix, output.tokens)
 
-    def add(self, inputs: Sequence[int], tokens: Sequence[int]) -> None:
+    def add(
+        self, inputs: Sequence[int], tokens: Sequence[int], target_language: str | None = None
+    ) -> None:
         """Keeps an output of `generate`, and gives the drafter what was kept.
 
         Args:
           inputs: ids of the encoder's input, or of the prompt of a decoder-only target.
           tokens: new token ids, EOS included.
+          target_language: code of its language, if `generate` got one.
+
+        Raises:
+          ValueError: a language that the target does not have, or something that is no id of its.
         """
-        prefix = [] if self._prompted else [self._start_token]
+        start, languages = self._start_token, self._languages
+        if target_language is not None:
+            if languages is None:
+                got = quote_value(target_language)
+                raise mismatch_error("target_language", got, "none: the model has no languages")
+            code = languages.find("target_language", target_language)
+            start = code if languages.target == "start" else start
+        arguments.check_sequences([[start], inputs, tokens], self._vocab_size)
+        prefix = [] if self._prompted else [start]
         self._keep(inputs, prefix, tokens)
         self.learn()
 

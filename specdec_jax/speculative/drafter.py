@@ -1,5 +1,6 @@
 """The base classes of drafters: how an iteration and the rest of the package use them."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -10,8 +11,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specdec_jax.files.reading import digest
+from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, is_decoder_only
+from specdec_jax.speculative.distributions import Categorical, PointMass
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.trees import CHILDREN
@@ -240,6 +243,70 @@ def can_draft_chains(drafter: Drafter) -> bool:
     return not isinstance(drafter, TreeDrafter) or type(drafter).draft is not Drafter.draft
 
 
+def _check_returned(drafter: Drafter, method: str, sound: bool, got: str, expected: str) -> None:
+    if not sound:
+        name = type(drafter).__name__
+        raise ValueError(f"drafter {name}: {method} {got}, expected {expected}")
+
+
+def check_draft(drafter: Drafter, returned: Any, state: DecodeState) -> tuple[Any, Draft]:
+    """Checks, while the program is traced, what `draft` returned: its state and a `Draft`.
+
+    Args:
+      returned: what `draft` returned.
+      state: the decode loop's, which `draft` got.
+
+    Raises:
+      ValueError: anything else was returned.
+    """
+
+    check = functools.partial(_check_returned, drafter, "draft")
+    pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Draft)
+    check(pair, f"returned {type(returned).__name__}", "(draft_state, Draft)")
+    (draft_state, draft), config, policy = returned, state.config, state.policy
+    rows = f"int32[{len(state.lengths)}]"
+    drafted = f"int32[{len(state.lengths)}, {config.gamma}]"
+    for field, expected in (("tokens", drafted), ("num_drafted", rows), ("calls", rows)):
+        got = arguments.describe(getattr(draft, field))
+        check(got == expected, f"gave {field} {got}", expected)
+    check(
+        not config.needs_draft_probs or isinstance(draft.dist, Categorical | PointMass),
+        f"gave {type(draft.dist).__name__} as the distribution of its tokens",
+        "the one they were drawn from, or point_mass(state, tokens)",
+    )
+    dist = draft.dist
+    if config.needs_draft_probs and dist is not None:
+        width = dist.logits.shape[-1] if isinstance(dist, Categorical) else dist.vocab_size
+        expected = f"{config.vocab_size}, the target's"
+        check(width == config.vocab_size, f"gave a distribution over {width} ids", expected)
+    unread = policy is None or not policy.needs_probs or draft.seen is not None
+    check(unread, "gave no Draft.seen", "it of a drafter that provides_probs")
+    got, expected = map(arguments.describe, (draft_state, state.draft_state))
+    check(got == expected, f"returned the state {got}", f"what init makes, {expected}")
+    return draft_state, draft
+
+
+def check_tree_draft(drafter: Drafter, returned: Any, state: DecodeState) -> tuple[Any, TreeDraft]:
+    """Checks what `draft_tree` returned, as `check_draft` does what `draft` did.
+
+    Raises:
+      ValueError: anything else than its state and a `TreeDraft` was returned.
+    """
+    check = functools.partial(_check_returned, drafter, "draft_tree")
+    pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], TreeDraft)
+    check(pair, f"returned {type(returned).__name__}", "(draft_state, TreeDraft)")
+    (draft_state, draft), tree, batch = returned, state.config.tree, len(state.lengths)
+    assert tree is not None, "a program of trees"
+    nodes = f"[{batch}, {tree.size}]"
+    kinds = dict(tokens=f"int32{nodes}", valid=f"bool{nodes}", calls=f"int32[{batch}]")
+    for field, expected in kinds.items():
+        got = arguments.describe(getattr(draft, field))
+        check(got == expected, f"gave {field} {got}", expected)
+    got, expected = map(arguments.describe, (draft_state, state.draft_state))
+    check(got == expected, f"returned the state {got}", f"what init_tree makes, {expected}")
+    return draft_state, draft
+
+
 @flax.struct.dataclass
 class FullDrafter(Drafter):
     """A drafter whose drafts are always as long as was asked for, whatever their tokens.
@@ -276,7 +343,10 @@ class FullDrafter(Drafter):
     def draft(
         self, draft_state: Any, state: DecodeState, num_wanted: Int[Array, " B"]
     ) -> tuple[Any, Draft]:
-        draft_state, draft = self.drafter.draft(draft_state, state, num_wanted)
+        returned = self.drafter.draft(draft_state, state, num_wanted)
+        draft_state, draft = check_draft(
+            self.drafter, returned, state.replace(draft_state=draft_state)
+        )
         tokens = jnp.maximum(draft.tokens, 0)
         return draft_state, draft._replace(num_drafted=num_wanted, tokens=tokens)
 

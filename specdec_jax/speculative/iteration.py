@@ -35,7 +35,6 @@ that token and the γ drafted ones, and gives the distributions of γ + 1 positi
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +42,10 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 from specdec_jax.backends.axes import PerRow, States, TokenAndLogprob, Tokens, Valid
 from specdec_jax.backends.sharding import constrain_sharding
-from specdec_jax.models import arguments
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions, randomness, verifiers
-from specdec_jax.speculative.distributions import Categorical, PointMass
-from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.distributions import Categorical
+from specdec_jax.speculative.drafter import Drafter, check_draft
 from specdec_jax.speculative.policy import Outcome, choose_gamma, update_policy
 from specdec_jax.speculative.prefill import prefill
 from specdec_jax.speculative.state import (
@@ -106,47 +104,6 @@ def _count_wanted(state: DecodeState) -> PerRow:
     """
     wanted = choose_gamma(state.policy, state.policy_state, state.gamma)
     return jnp.where(state.done, 0, jnp.minimum(wanted, state.limits - state.lengths - 1))
-
-
-def check_draft(drafter: Drafter, returned: Any, state: DecodeState) -> tuple[Any, Draft]:
-    """Checks, while the program is traced, what `draft` returned: its state and a `Draft`.
-
-    Args:
-      returned: what `draft` returned.
-      state: the decode loop's, which `draft` got.
-
-    Raises:
-      ValueError: anything else was returned.
-    """
-
-    def check(sound: bool, got: str, expected: str):
-        if not sound:
-            name = type(drafter).__name__
-            raise ValueError(f"drafter {name}: draft {got}, expected {expected}")
-
-    pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Draft)
-    check(pair, f"returned {type(returned).__name__}", "(draft_state, Draft)")
-    (draft_state, draft), config, policy = returned, state.config, state.policy
-    rows = f"int32[{len(state.lengths)}]"
-    drafted = f"int32[{len(state.lengths)}, {config.gamma}]"
-    for field, expected in (("tokens", drafted), ("num_drafted", rows), ("calls", rows)):
-        got = arguments.describe(getattr(draft, field))
-        check(got == expected, f"gave {field} {got}", expected)
-    check(
-        not config.needs_draft_probs or isinstance(draft.dist, Categorical | PointMass),
-        f"gave {type(draft.dist).__name__} as the distribution of its tokens",
-        "the one they were drawn from, or point_mass(state, tokens)",
-    )
-    dist = draft.dist
-    if config.needs_draft_probs and dist is not None:
-        width = dist.logits.shape[-1] if isinstance(dist, Categorical) else dist.vocab_size
-        expected = f"{config.vocab_size}, the target's"
-        check(width == config.vocab_size, f"gave a distribution over {width} ids", expected)
-    unread = policy is None or not policy.needs_probs or draft.seen is not None
-    check(unread, "gave no Draft.seen", "it of a drafter that provides_probs")
-    got, expected = map(arguments.describe, (draft_state, state.draft_state))
-    check(got == expected, f"returned the state {got}", f"what init makes, {expected}")
-    return draft_state, draft
 
 
 def _cut_failures(draft: Draft, state: DecodeState) -> tuple[Draft, PerRow]:

@@ -21,7 +21,7 @@ from specdec_jax.backends.tree_positions import WindowNodes
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions, randomness
 from specdec_jax.speculative.distributions import Categorical
-from specdec_jax.speculative.drafter import TreeDrafter
+from specdec_jax.speculative.drafter import TreeDrafter, check_tree_draft
 from specdec_jax.speculative.iteration import (
     ChainDecoding,
     commit,
@@ -40,6 +40,7 @@ from specdec_jax.speculative.state import (
 from specdec_jax.speculative.tree_budgets import find_node_outcomes
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_verifiers import (
+    Nodes,
     TreeRandomness,
     TreeVerification,
     TreeVerifier,
@@ -78,12 +79,14 @@ class TreeDecoding(ChainDecoding):
         # At most limit − length − 1 tokens may be accepted: the target adds one more, and no row
         # passes its limit.
         max_depth = jnp.where(state.done, 0, state.limits - state.lengths - 1)
-        draft_state, draft = drafter.draft_tree(
+        returned = drafter.draft_tree(
             state.draft_state,
             state.for_drafter(),
             jnp.where(max_depth > 0, wanted, 0),
             max_depth,
         )
+        draft_state, draft = check_tree_draft(drafter, returned, state)
+        draft, failed = _cut_failures(draft, config.vocab_size)
         tokens = jnp.maximum(draft.tokens, 0)
         nodes = WindowNodes(
             origins, origins, draft.branches.depths, draft.branches.lines, state.tokens.shape[1]
@@ -122,7 +125,7 @@ class TreeDecoding(ChainDecoding):
             adjusted,
             draft.num_drafted,
         )
-        after = note_failures(after, _find_failures(state, draft, verified))
+        after = note_failures(after, _find_failures(state, draft, verified, failed))
         # The path's keys and values go to the slots that follow node 0's. Mostly they lie there
         # already, but to decide that would copy the caches: a few rows cost less to move.
         cache = target.move_nodes(cache, origins[:, None] + path[:, 1:], origins + 1)
@@ -148,17 +151,34 @@ def _score_path(nodes: ScoredNodes, num_new: PerRow) -> Scored:
     return Scored(tokens, take(nodes.states), take(nodes.logits), num_new, nodes)
 
 
-def _find_failures(state: DecodeState, draft: TreeDraft, verified: TreeVerification) -> PerRow:
+def _cut_failures(draft: TreeDraft, vocab_size: int) -> tuple[TreeDraft, Nodes]:
+    """Removes nodes whose token is no id of the target's, and what lies below them.
+
+    Returns:
+      The draft, and which nodes the drafter failed at: these, and those whose distribution
+      contained NaN.
+    """
+    _, _, depths, lines = draft.branches
+    wrong = draft.valid & (draft.tokens >= vocab_size)
+    above = jnp.take_along_axis(wrong, lines.reshape(len(lines), -1), axis=1).reshape(lines.shape)
+    above &= jnp.arange(lines.shape[2]) <= depths[..., None]
+    failed, valid = draft.failed | wrong, draft.valid & ~jnp.any(above, axis=2)
+    return draft._replace(tokens=jnp.where(wrong, -1, draft.tokens), valid=valid), failed
+
+
+def _find_failures(
+    state: DecodeState, draft: TreeDraft, verified: TreeVerification, failed: Nodes
+) -> PerRow:
     """Returns the slot of each row's first node after the accepted path that the drafter failed at.
 
-    Its distribution there contained NaN. Where there is none it is past the buffer.
+    Where there is none it is past the buffer.
     """
     slots = state.lengths[:, None] + draft.branches.depths - 1
     path = jnp.where(
         jnp.arange(verified.path.shape[1]) <= verified.num_accepted[:, None], verified.path, -2
     )
     follows = jnp.any(draft.branches.parents[..., None] == path[:, None], axis=-1)
-    return jnp.min(jnp.where(draft.failed & follows, slots, state.tokens.shape[1]), axis=1)
+    return jnp.min(jnp.where(failed & follows, slots, state.tokens.shape[1]), axis=1)
 
 
 def _count_examined(draft: TreeDraft, verified: TreeVerification) -> PerRow:

@@ -6,6 +6,7 @@ import re
 
 import benchmark_models
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from benchmark_models import CONFIG
@@ -26,8 +27,9 @@ from specdec_jax.decoding.trace import TraceStep
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models import families, weight_layouts
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative import iteration
+from specdec_jax.speculative import distributions, iteration
 from specdec_jax.speculative.distributions import Categorical
+from specdec_jax.speculative.randomness import gumbel_noise
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.state import Draft
 
@@ -177,6 +179,61 @@ def test_difference_knows_ties(target):
     assert how.margin == pytest.approx(first - second, abs=1e-5)
     assert 0 <= how.noise < 1e-4 < how.margin and not how.near_tie
     assert near_ties.Difference(margin=1e-6, noise=1e-6).near_tie
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingConfig(repetition_penalty=1.7, forbidden_tokens=(4,)),
+        SamplingConfig(temperature=0.7, repetition_penalty=1.7),
+        SamplingConfig(temperature=1.0, top_k=3),
+    ],
+)
+def test_difference_is_of_what_the_choice_is_made_by(target, sampling):
+    """Of each chosen token: its score over the next, by the logits of single calls."""
+    given, key = [5, 9, 1], jax.random.key(3)
+    keys = jax.random.split(key, 1)
+    how = dict(sampling=sampling, max_new_tokens=6, eos_ids=(), key=keys, verifier="gumbel")
+    new = sd.generate(target, [given], **how).tokens[0].tolist()
+    for place, token in enumerate(new):
+        prefix = [target.start_token, *new[:place]]
+        logits = np.array(target.logits([given], [prefix]))[0, -1]
+        seen = np.array(sorted(set(prefix)))
+        penalty, own = sampling.repetition_penalty, logits[seen]
+        logits[seen] = np.where(own > 0, own / penalty, own * penalty)
+        logits[list(sampling.forbidden_tokens)] = -np.inf
+        if sampling.top_k:
+            logits[np.argsort(logits)[: -sampling.top_k]] = -np.inf
+        if sampling.temperature:
+            noise = gumbel_noise(keys, np.array([[len(prefix)]]), len(logits))
+            logits = logits / sampling.temperature + np.asarray(noise)[0, 0]
+        second, first = np.sort(logits)[-2:]
+        found = near_ties.measure_difference(
+            target, given, prefix, width=4, sampling=sampling, key=keys[0]
+        )
+        assert np.argmax(logits) == token
+        assert found.margin == pytest.approx(first - second, abs=1e-4)
+        assert 0 <= found.noise < 1e-3
+
+
+def test_another_choice_in_a_wide_call_is_a_tie(monkeypatch, target):
+    """At the edge of a filter the scores of both may be far apart."""
+    real = distributions.standardize
+
+    def standardize(logits, *others):  # another id is filtered out at each call
+        calls.append(1)
+        dist = real(logits, *others)
+        best = jnp.argmax(dist.logits, axis=-1, keepdims=True)
+        wrong = (jnp.arange(logits.shape[-1]) == best) & (len(calls) == 1)
+        return dist._replace(logits=jnp.where(wrong, -jnp.inf, dist.logits))
+
+    calls = []
+    monkeypatch.setattr(distributions, "standardize", standardize)
+    warm = SamplingConfig(temperature=1e-3)  # so that the noise decides nothing
+    found = near_ties.measure_difference(
+        target, [5, 9, 1], [0, 4], 4, sampling=warm, key=jax.random.key(0)
+    )
+    assert len(calls) == 2 and found.margin == 0 and found.near_tie
 
 
 @pytest.mark.parametrize("packed", [False, True])

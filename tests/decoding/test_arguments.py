@@ -254,6 +254,10 @@ OTHERS = {
         lambda: sd.decode_stream(TARGET, ["w3"], learner=3),
         "learner: got 3, expected an object with drafter, saw and learn",
     ),
+    "a learner's class": (
+        lambda: sd.decode_stream(TARGET, ["w3"], learner=sd.SuffixHistory),
+        "learner: got .*SuffixHistory.*, expected an object with drafter, saw and learn",
+    ),
     "stream": (lambda: list(sd.stream("x", ["w3"])), "target: got 'x', expected a LanguageModel"),
     "trace": (lambda: sd.trace(TARGET, None), "text: got None, expected a string"),
     "trace's samples": (

@@ -190,6 +190,19 @@ def test_samples_do_not_depend_on_what_is_prefilled_together(monkeypatch):
     assert decode() == together
 
 
+@pytest.mark.parametrize(
+    ["given", "expected"],
+    [
+        (dict(key=jax.random.key(1)), "none, but seed"),
+        (dict(decoder_prefix=[[3]] * N), "none, but inputs"),
+        (dict(input_lengths=[1] * N), "none, but inputs"),
+    ],
+)
+def test_outputs_in_order_take_no_data_of_single_inputs(given, expected):
+    with pytest.raises(sd.UnsupportedCombination, match=f"^{[*given][0]}: got .*{expected}"):
+        next(decode_all(TARGET, INPUTS, batch_size=1, seed=0, **given))
+
+
 def test_queues_hold_every_input_once():
     rng = np.random.default_rng(1)
     for size in (1, 3, 8):

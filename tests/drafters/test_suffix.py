@@ -353,6 +353,11 @@ def test_a_file_of_outputs_remembers(target, tmp_path):
     warm = dict(sampling=WARM["sampling"], gamma=1, max_new_tokens=2)
     with pytest.raises(sd.UnsupportedCombination, match="'gumbel' above temperature 0"):
         sd.generate(target, INPUTS[:1], drafter=sd.SuffixDrafter.load(path), **warm)
+    with pytest.raises(ValueError, match="target_language: got 'de', expected none: the model"):
+        history.add(INPUTS[0], [21, 5, 1], target_language="de")
+    for wrong in (["x"], [-1, 1], [V, 1]):  # -1 would end a text, and V wrap around in the file
+        with pytest.raises(ValueError, match="sequences: got .*, expected"):
+            history.add(INPUTS[0], wrong)
     assert not sd.SuffixDrafter.load(path, remembers=False).remembers
     sd.SuffixDrafter.save_texts(path, [[21, 5, 1]], V)
     assert not sd.SuffixDrafter.load(path).remembers
@@ -440,6 +445,12 @@ def test_texts_of_a_command_are_those_that_rows_read(kind, tmp_path):
     write = functools.partial(count.CountOptions, str(folder), None, (str(lines),), **options)
     count.run(write(suffix=True, output=str(path)))
     assert np.asarray(map_text(path)[0].ids).tolist() == [*(token + 1 for token in expected), 0]
+    history, saved = sd.SuffixHistory(model), tmp_path / "b.suffix"
+    history.add(spoken.encode_input("The river"), output, target_language=codes[1])
+    history.save(saved)
+    np.testing.assert_array_equal(map_text(saved)[0].ids, map_text(path)[0].ids)
+    with pytest.raises(ValueError, match="target_language: got 'none such', expected one of"):
+        history.add([4], [5, 1], target_language="none such")
     count.run(write(order=3, output=str(tmp_path / "a.npz")))
     table = sd.NGramDrafter.load(tmp_path / "a.npz")
     table.check(model)

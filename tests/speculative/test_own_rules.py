@@ -1,7 +1,7 @@
 """Verifiers, drafters and policies of a user's own: parameters and error messages."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.struct
 import jax.numpy as jnp
@@ -14,11 +14,14 @@ import specdec_jax as sd
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.results import NonFiniteLogitsError
 from specdec_jax.drafters.drafting import point_mass
+from specdec_jax.drafters.tree_levels import Children, draft_children
 from specdec_jax.speculative.distributions import PointMass
+from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.policy import number_field
 from specdec_jax.speculative.randomness import draw
 from specdec_jax.speculative.state import Draft
 from specdec_jax.speculative.tree_verifiers import TreeVerifier, walk
+from specdec_jax.speculative.trees import POINTS
 from specdec_jax.speculative.verifiers import (
     VERIFIERS,
     correct,
@@ -315,6 +318,14 @@ def test_what_is_wrong_with_a_drafter_is_reported(drafter, message):
         decode(drafter=drafter)
 
 
+@pytest.mark.parametrize("wrong", [dict(draft=lambda self, *_: None), dict(calls=lambda n: 0)])
+def test_it_is_reported_by_its_own_name_where_it_is_timed_or_traced(wrong):
+    with pytest.raises(ValueError, match="drafter Own: draft (returned|gave)"):
+        decode(drafter=repeating(**wrong), gamma="auto")
+    with pytest.raises(ValueError, match="drafter Own: draft (returned|gave)"):
+        sd.trace(TARGET, INPUTS[0], drafter=repeating(**wrong), gamma=3)
+
+
 @pytest.mark.parametrize("verifier", ["block", "token"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_id_that_the_target_lacks_is_reported(verifier, temperature):
@@ -331,6 +342,69 @@ def test_an_id_that_the_target_lacks_is_reported(verifier, temperature):
         np.testing.assert_array_equal(
             found.tokens, decode(drafter=None, gamma=0, sampling=options["sampling"]).tokens
         )
+
+
+@flax.struct.dataclass
+class Branching(TreeDrafter):
+    """Drafts the ids 3 and, below it, 12 and 4, of which 12 is none of the target's."""
+
+    second: bool = flax.struct.field(pytree_node=False)
+    change: Any = flax.struct.field(pytree_node=False, default=None)
+    kinds: ClassVar[Any] = POINTS
+
+    def draft_tree(self, draft_state, state, num_wanted, max_depth):
+        def children_of(level, carry):
+            ids = [[12, 4], [4, 12]][self.second] if level.depth else [3]
+            shape = *level.tokens.shape, max(level.counts)
+            ids = jnp.array(ids[: shape[-1]], jnp.int32)
+            return Children(jnp.broadcast_to(ids, shape)), carry
+
+        draft = draft_children(state, num_wanted, max_depth, children_of)[0]
+        return self.change(draft) if self.change else (draft_state, draft)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda draft: None, r"returned NoneType, expected \(draft_state, TreeDraft\)"),
+        (lambda draft: draft, r"returned TreeDraft, expected \(draft_state, TreeDraft\)"),
+        (
+            lambda draft: (1, draft),
+            r"returned the state int32\[\], expected what init_tree makes, \(",
+        ),
+        (
+            lambda draft: ((), draft._replace(tokens=draft.tokens[:, 1:])),
+            r"gave tokens int32\[2, 4\], expected int32\[2, 5\]",
+        ),
+        (
+            lambda draft: ((), draft._replace(valid=draft.tokens)),
+            r"gave valid int32\[2, 5\], expected bool\[2, 5\]",
+        ),
+        (
+            lambda draft: ((), draft._replace(calls=0)),
+            r"gave calls int32\[\], expected int32\[2\]",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_drafter_of_trees_is_reported(change, message):
+    drafter, tree = Branching(False, change), sd.Tree((0, 1, 1, 2))
+    with pytest.raises(ValueError, match=f"drafter Branching: draft_tree {message}"):
+        decode(drafter=drafter, gamma="auto", tree=tree, sampling=sd.SamplingConfig())
+
+
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_id_that_the_target_lacks_is_reported_in_a_tree(second, temperature):
+    """It is reported where its parent is accepted; the output stays the target's."""
+    drafter, tree = Branching(second), sd.Tree((0, 1, 1, 2), verifier="gumbel")
+    options = dict(sampling=sd.SamplingConfig(temperature=temperature), max_new_tokens=40)
+    plain = decode(drafter=None, gamma=0, verifier="gumbel", **options)
+    found = decode(drafter=drafter, gamma="auto", tree=tree, non_finite="report", **options)
+    np.testing.assert_array_equal(found.tokens, plain.tokens)
+    first = [row.tolist().index(3) if 3 in row[:-3] else None for row in plain.tokens]
+    assert [error and error.token for error in found.errors] == [
+        place and place + 1 for place in first
+    ]
 
 
 def test_a_policy_that_reads_distributions_gets_them():
