@@ -94,6 +94,7 @@ def _read_config(
     What is separate is decided by the tensors: transformers 5 calls every T5 tied.
     """
     path, kind = folder / "config.json", options["model_type"]
+    layers = options.get("num_layers")  # as in transformers, the other name is the encoder's alone
     options = resolve_aliases(options, _ALIASES)
     activation = "relu" if kind == "t5" else "gated-gelu"
     activations = choose_value(path, options, "feed_forward_proj", activation, _ACTIVATIONS)
@@ -103,7 +104,7 @@ def _read_config(
     # (transformers 5 always writes true). umT5's does if it is true, as T5's; in the published
     # checkpoints it is false.
     defaults = {
-        "num_decoder_layers": options.get("num_layers"),
+        "num_decoder_layers": options.get("num_layers") if layers is None else layers,
         "num_buckets": 32,
         "max_distance": 128,
         "scale_decoder_outputs": kind != "mt5" and options.get("tie_word_embeddings", True),

@@ -450,6 +450,13 @@ def test_other_names_of_options_count_first_as_in_transformers(name, tmp_path):
         assert loader.load_shape(tmp_path) == expected
 
 
+def test_the_other_name_of_t5s_layers_is_the_encoders_alone(tmp_path):
+    """As in transformers, which takes the decoder's number from `num_layers`."""
+    layers = dict(num_layers=2, num_hidden_layers=3, num_decoder_layers=None)
+    config = loader.load_shape(make.write_hf(tmp_path, TENSORS, **layers))
+    assert (config.num_encoder_layers, config.num_decoder_layers) == (3, 2)
+
+
 BLOCKS = {
     # The first logits of transformers 5.24, with these options beside feed_forward_proj.
     "relu": ("hf_t5_1_1", {"dense_act_fn": "relu"}, [0.7600811, -4.9777308, -5.5685964]),
