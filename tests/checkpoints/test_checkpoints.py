@@ -152,6 +152,7 @@ TIES = {
     "1.1 new": (dict(tie_word_embeddings=True, scale_decoder_outputs=False), True, (False, False)),
     "mt5 old": (dict(model_type="mt5", tie_word_embeddings=False), True, (False, False)),
     "mt5 new": (dict(model_type="mt5", tie_word_embeddings=True), True, (False, False)),
+    "mt5 scaled": (dict(model_type="mt5", scale_decoder_outputs=True), True, (False, False)),
 }
 
 
