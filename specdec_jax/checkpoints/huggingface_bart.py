@@ -229,7 +229,8 @@ def _shares_embedding(path: AnyPath, options: dict) -> bool:
 
 # All tensors of an embedding that is tied; the first that is there is read.
 _ENCODER, _DECODER = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
-_EMBEDDINGS = ("shared.weight", _ENCODER, _DECODER)
+_SHARED = "shared.weight"
+_EMBEDDINGS = (_SHARED, _ENCODER, _DECODER)
 _HEAD, _BIAS, _POSITIONS = "lm_head.weight", "final_logits_bias", "embed_positions.weight"
 # What old files hold beside the parameters: numbers of versions, and M2M-100's own table.
 _UNUSED = re.compile(r"(encoder|decoder)\.(version|embed_positions\.(weights|_float_tensor))")
@@ -289,7 +290,7 @@ def _choose_embeddings(config: BartConfig, given: Parameters) -> tuple[BartConfi
     kept = [given[name] for name in (_ENCODER, *_EMBEDDINGS) if name in given]
     if not kept:
         return config, tensors
-    encoder, decoder = kept[0], given.get(_DECODER, given.get("shared.weight", kept[0]))
+    encoder, decoder = kept[0], given.get(_DECODER, given.get(_SHARED, kept[0]))
     tensors[_DECODER] = decoder
     if not is_same_tensor(encoder, decoder):
         tensors[_ENCODER] = encoder
@@ -305,7 +306,7 @@ def _rename_tensors(
     renamed: Parameters = {}
     known: tuple[str, ...] = _EMBEDDINGS
     if config.block_options().separate_embeddings:
-        known = known[2:]
+        known = (_DECODER,)
         if _ENCODER in tensors:
             renamed["encoder_embedder/embedding"] = tensors.pop(_ENCODER)
     tied = (*known, _HEAD) if config.logits_via_embedding else known
@@ -396,8 +397,8 @@ def _list_embeddings(config: BartConfig) -> tuple[str, ...]:
     if not config.shares_vocabulary:
         return (_DECODER,)
     if config.separate_embeddings:
-        return _EMBEDDINGS[::2]  # the shared one is in the files, although nothing uses it
-    return _EMBEDDINGS[:1] if config.logits_via_embedding else _EMBEDDINGS
+        return (_SHARED, _DECODER)  # the shared one is in the files, although nothing uses it
+    return (_SHARED,) if config.logits_via_embedding else _EMBEDDINGS
 
 
 def _write_bias(bias: StoredTensor) -> StoredTensor:

@@ -120,11 +120,12 @@ def _read_image_id(path: AnyPath, options: dict) -> int | None:
     return None
 
 
-def _nested(path: AnyPath, options: dict, name: str) -> dict:
-    """Returns the part of config.json that describes a stack."""
-    if not isinstance(stack := options.get(name, {}), dict):
-        raise mismatch_error(f"{path}: {name}", quote_value(stack), "an object")
-    return stack
+def _nested(path: Any, options: dict, name: str) -> dict:
+    """Returns a part of config.json, {} if it has none."""
+    part = {} if options.get(name) is None else options[name]
+    if not isinstance(part, dict):
+        raise mismatch_error(f"{path}: {name}", quote_value(part), "an object")
+    return part
 
 
 def _read_stack(path: AnyPath, options: dict, kind: _Kind) -> dict[str, Any]:
@@ -147,19 +148,20 @@ def _read_stack(path: AnyPath, options: dict, kind: _Kind) -> dict[str, Any]:
 
 
 def _read_rotary(path: AnyPath, options: dict, kind: _Kind) -> dict[str, Any]:
-    """Returns the fields of rotary positions."""
-    name = "rope_parameters"
-    given = options.get(name)
-    rope: Any = {} if given is None else given
+    """Returns the fields of rotary positions.
+
+    As in transformers, the old name `rope_scaling` counts before `rope_parameters`: in its place,
+    or before what it says of layers without a window.
+    """
+    name, old = "rope_parameters", "rope_scaling"
+    rope, scaling = (_nested(path, options, part) for part in (name, old))
     if kind.local_rotary_base is None:
-        base, factor = _read_angles(f"{path}: {name}", rope, options.get("rope_scaling"))
+        base, factor = _read_angles(f"{path}: {name}", scaling or rope)
         default = options.get("rope_theta", kind.rotary_base)
         return dict(rotary_base=default if base is None else base, rotary_factor=factor)
-    if not isinstance(rope, dict):
-        raise mismatch_error(f"{path}: {name}", quote_value(rope), "an object")
-    whole, local = (rope.get(part) or {} for part in (_FULL, _SLIDING))
-    base, factor = _read_angles(f"{path}: {name}: {_FULL}", whole, options.get("rope_scaling"))
-    local_base, local_factor = _read_angles(f"{path}: {name}: {_SLIDING}", local, None)
+    whole, local = (_nested(f"{path}: {name}", rope, part) for part in (_FULL, _SLIDING))
+    base, factor = _read_angles(f"{path}: {name}: {_FULL}", whole | scaling)
+    local_base, local_factor = _read_angles(f"{path}: {name}: {_SLIDING}", local)
     if local_factor != 1:
         raise mismatch_error(f"{path}: {name}: {_SLIDING}", quote_value(local_factor), "factor 1")
     theta = options.get("rope_theta", kind.rotary_base)
@@ -171,12 +173,8 @@ def _read_rotary(path: AnyPath, options: dict, kind: _Kind) -> dict[str, Any]:
     )
 
 
-def _read_angles(place: str, rope: Any, scaling: Any) -> tuple[Any, Any]:
-    """Returns θ, None if it is not given, and the factor, of which old files have `scaling`."""
-    old = {} if scaling is None else scaling
-    if not isinstance(rope, dict) or not isinstance(old, dict):
-        raise mismatch_error(place, quote_value(rope), "an object")
-    rope = old | rope
+def _read_angles(place: str, rope: dict) -> tuple[Any, Any]:
+    """Returns θ, None if it is not given, and the factor."""
     name = rope.get("rope_type", rope.get("type", "default"))
     if name not in ("default", "linear"):
         expected = "rope_type 'default' or 'linear'"

@@ -94,19 +94,20 @@ def _read_config(
     What is separate is decided by the tensors: transformers 5 calls every T5 tied.
     """
     path, kind = folder / "config.json", options["model_type"]
+    layers = options.get("num_layers")  # as in transformers, the other name is the encoder's alone
     options = resolve_aliases(options, _ALIASES)
     activation = "relu" if kind == "t5" else "gated-gelu"
     activations = choose_value(path, options, "feed_forward_proj", activation, _ACTIVATIONS)
     activations = _override_activations(path, options, activations)
     check_fixed(path, options, {"layer_norm_epsilon": 1e-6})
-    # mT5's reference never scales the decoder's outputs, whatever tie_word_embeddings is
-    # (transformers 5 always writes true). umT5's does if it is true, as T5's; in the published
+    # mT5's reference never scales the decoder's outputs, whatever config.json says (transformers 5
+    # always writes that embeddings are tied). umT5's does if it is true, as T5's; in the published
     # checkpoints it is false.
     defaults = {
-        "num_decoder_layers": options.get("num_layers"),
+        "num_decoder_layers": options.get("num_layers") if layers is None else layers,
         "num_buckets": 32,
         "max_distance": 128,
-        "scale_decoder_outputs": kind != "mt5" and options.get("tie_word_embeddings", True),
+        "scale_decoder_outputs": options.get("tie_word_embeddings", True),
     }
     names = dict(_FIELDS)
     if "scale_decoder_outputs" not in options:
@@ -117,6 +118,7 @@ def _read_config(
         "relative_bias_per_layer": kind == "umt5",
         "separate_embeddings": separate_embeddings,
     }
+    fields |= {"scale_decoder_outputs": False} if kind == "mt5" else {}
     return build(T5Config, fields, path, names)
 
 

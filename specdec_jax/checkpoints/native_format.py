@@ -120,7 +120,8 @@ def open_vocabulary(folder: AnyPath, entry: dict) -> Vocabulary:
     """Returns the vocabulary of an entry in config.json, from `folder` or the one above."""
     kind, extra_ids, file = entry.get("kind"), entry.get("extra_ids", 0), folder / "config.json"
     if kind == "bytes":
-        return vocabularies.ByteVocabulary(vocabularies.check_extra_ids(extra_ids, file))
+        count = vocabularies.check_extra_ids(extra_ids, file)
+        return vocabularies.ByteVocabulary(count, entry.get("strips") is not False)
     if kind not in ("sentencepiece", "tokenizer_json", "piece_table"):
         raise mismatch_error(
             f"{file}: vocabulary", f"kind {quote_value(kind)}", "one of this package"
@@ -179,7 +180,8 @@ def describe_vocabulary(vocabulary: Vocabulary | None) -> tuple[dict | None, byt
     if isinstance(vocabulary, PieceTableVocabulary):
         return {"kind": "piece_table", "file": "pieces.json"}, vocabulary.text.encode("utf-8")
     if isinstance(vocabulary, vocabularies.ByteVocabulary):
-        return {"kind": "bytes", "extra_ids": vocabulary.extra_ids}, b""
+        own = {} if vocabulary.strips else {"strips": False}
+        return {"kind": "bytes", "extra_ids": vocabulary.extra_ids} | own, b""
     raise mismatch_error("vocabulary", type(vocabulary).__name__, "one that this package can store")
 
 

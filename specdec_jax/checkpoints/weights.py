@@ -94,7 +94,7 @@ def read_params(
         if int8_weights and _is_weight(name):
             params[name] = _read_int8(name, tensor, input_bits)
         elif packs and name == _EMBEDDING and checkpoint.config.logits_via_embedding:
-            params[name] = _read_packed_rows(tensor)
+            params[name] = PackedWeight.pack_rows(tensor.load(np.float32))
         else:
             params[name] = _read_floats(name, tensor, jnp.dtype(dtype), rules)
         if packs and name == _HEAD:  # large: later it would be there twice beside all others
@@ -149,12 +149,6 @@ def _read_floats(
         sharding = rules.parameter_sharding(name, tensor.shape)
         array = read_parts(sharding, tensor.shape, functools.partial(tensor.load_part, dtype))
     return array.block_until_ready()
-
-
-def _read_packed_rows(tensor: StoredTensor) -> PackedWeight:
-    """Returns an embedding that is the head too, packed as that."""
-    rows = tensor.load(np.float32)  # as a whole: a part may take the reading of a chunk, or of all
-    return PackedWeight.read_rows(rows.shape, rows.__getitem__)
 
 
 def _read_int8(name: str, tensor: StoredTensor, input_bits: int | None) -> Int8Weight:

@@ -66,8 +66,8 @@ def check_utf8(token: str, path: AnyPath) -> str:
     return token
 
 
-def list_special(folder: AnyPath, options: dict) -> list[str]:
-    """Returns the special tokens that the folder lists without names or ids."""
+def list_special(folder: AnyPath, options: dict) -> dict[str, Any]:
+    """Returns the special tokens that the folder lists without names or ids, by their texts."""
     # transformers 5 calls them extra_special_tokens.
     path, key = folder / "tokenizer_config.json", "additional_special_tokens"
     listed = options.get("extra_special_tokens") or options.get(key)
@@ -75,7 +75,7 @@ def list_special(folder: AnyPath, options: dict) -> list[str]:
     listed = list(listed.values()) if isinstance(listed, dict) else listed
     if type(listed) is not list:
         raise mismatch_error(f"{path}: {key}", quote_value(listed), "a list of tokens")
-    return list(filter(None, (token_text(token, path, key) for token in listed)))
+    return {text: token for token in listed if (text := token_text(token, path, key))}
 
 
 def added_tokens(folder: AnyPath, options: dict) -> dict[str, int | None]:
@@ -111,7 +111,7 @@ def describe_added(folder: AnyPath, options: dict) -> list[dict[str, Any]]:
       one with the same text, as those of `added_tokens_decoder`.
     """
     path = folder / "tokenizer_config.json"
-    ids, listed = added_tokens(folder, options), dict.fromkeys(list_special(folder, options))
+    ids, listed = added_tokens(folder, options), list_special(folder, options)
     old = _read_old(folder, options, _MAP)
     names = *old, *options
     own = [name for name in names if name.endswith("_token")]  # of a model, such as `image_token`
@@ -122,7 +122,7 @@ def describe_added(folder: AnyPath, options: dict) -> list[dict[str, Any]]:
             named[text] = token
     decoder = {token_text(it, path, _DECODER): it for it in (options.get(_DECODER) or {}).values()}
     numbers = {token: i for token, i in ids.items() if i is not None}
-    entries, described = named | decoder, []
+    entries, described = listed | named | decoder, []
     order = dict.fromkeys([*sorted(numbers, key=numbers.__getitem__), *named, *listed])
     for token in order:
         entry = entries.get(token)

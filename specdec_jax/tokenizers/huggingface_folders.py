@@ -9,7 +9,6 @@ from specdec_jax.files.places import AnyPath
 from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.tokenizers import checks, piece_folders, vocabularies
 from specdec_jax.tokenizers.folder_options import (
-    added_tokens,
     describe_added,
     first_given,
     named_token,
@@ -97,6 +96,7 @@ def open_folder(
     return None
 
 
+_USUAL = "<pad>", "</s>", "<unk>"  # of T5 and ByT5
 _CLEAN_UP = "clean_up_tokenization_spaces"
 
 
@@ -154,7 +154,8 @@ def _special_tokens_around(
 def _add_sentinels(folder: AnyPath, options: dict, kind: str, logits: int | None) -> Vocabulary:
     """Returns the vocabulary of spiece.model, or of bytes, with its sentinels."""
     path, model = folder / "tokenizer_config.json", folder / "spiece.model"
-    added = added_tokens(folder, options)
+    described = {token["content"]: token for token in describe_added(folder, options)}
+    added = {token: described[token]["id"] for token in described}
     extra_ids = options.get("extra_ids")
     sentinels = sum(bool(re.fullmatch(r"<extra_id_\d+>", token)) for token in added) or None
     if model.exists():
@@ -171,9 +172,22 @@ def _add_sentinels(folder: AnyPath, options: dict, kind: str, logits: int | None
         vocabulary: Vocabulary = vocabularies.SentencePieceVocabulary.load(model, count)
     else:
         count = vocabularies.check_extra_ids(first_given(extra_ids or None, sentinels, 125), path)
-        vocabulary = vocabularies.ByteVocabulary(count)
+        vocabulary = vocabularies.ByteVocabulary(count, _read_strips(path, described))
     _check_added(folder, added, vocabulary)
+    eos_token = vocabulary.piece(vocabulary.eos_ids[0])
+    if (given := special_token(folder, options, "eos_token") or eos_token) != eos_token:
+        raise mismatch_error(f"{path}: eos_token", quote_value(given), quote_value(eos_token))
     return vocabulary
+
+
+def _read_strips(path: AnyPath, described: dict[str, dict]) -> bool:
+    """Returns whether spaces belong to ByT5's special tokens, as in transformers by default."""
+    tokens = [described.get(token, {}) for token in _USUAL]
+    flags = {token.get(side, True) for token in tokens for side in ("lstrip", "rstrip")}
+    if len(flags) > 1:
+        expected = f"the same of all of {', '.join(_USUAL)}"
+        raise mismatch_error(f"{path}: lstrip and rstrip", "true and false", expected)
+    return flags.pop()
 
 
 def _byte_level_bpe(
@@ -239,7 +253,7 @@ def _make_tokenizer_json(vocab_file: AnyPath, add_prefix_space: bool) -> str:
 def _check_added(folder: AnyPath, added: dict[str, int | None], vocabulary: Vocabulary) -> None:
     """Raises ValueError if the vocabulary gives an added token another id than the files do."""
     for token, i in added.items():
-        if token in ("<pad>", "</s>", "<unk>"):
+        if token in _USUAL:
             continue
         known = vocabulary.encode(token)
         if len(known) != 1 or (i is not None and known != [i]):
@@ -284,7 +298,11 @@ def make_files(vocabulary: Vocabulary | None, prompts: bool = False) -> dict[str
     options["extra_ids"] = vocabulary.extra_ids
     options["additional_special_tokens"] = [f"<extra_id_{i}>" for i in range(vocabulary.extra_ids)]
     if isinstance(vocabulary, vocabularies.ByteVocabulary):
-        return {"tokenizer_config.json": options | {"tokenizer_class": "ByT5Tokenizer"}}
+        options["tokenizer_class"] = "ByT5Tokenizer"
+        if not vocabulary.strips:
+            kept = {"lstrip": False, "rstrip": False, "__type": "AddedToken"}
+            options |= {name: {"content": options[name]} | kept for name in ids}
+        return {"tokenizer_config.json": options}
     options["tokenizer_class"] = "T5Tokenizer"
     return {"spiece.model": vocabulary.model, "tokenizer_config.json": options}
 

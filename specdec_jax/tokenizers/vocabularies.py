@@ -345,8 +345,13 @@ class ByteVocabulary(Vocabulary):
 
     OFFSET = 3  # padding, EOS, unknown
 
-    def __init__(self, extra_ids: int = 125):
-        self.extra_ids = extra_ids
+    def __init__(self, extra_ids: int = 125, strips: bool = True):
+        """Makes a vocabulary with so many sentinels.
+
+        `strips`: whether the spaces around the first three tokens, if a text spells them out,
+        belong to them.
+        """
+        self.extra_ids, self.strips = extra_ids, strips
         self._first_sentinel = self.OFFSET + 256
         self.size = self._first_sentinel + extra_ids
         sentinels = {f"<extra_id_{i}>": self._first_sentinel + i for i in range(extra_ids)}
@@ -354,9 +359,8 @@ class ByteVocabulary(Vocabulary):
 
     def encode(self, text: str) -> list[int]:
         parts = self._special.split(text)
-        # ByT5's own tokenizer drops spaces around the first three.
         for i in range(1, len(parts), 2):
-            if self._special.ids[parts[i]] < self.OFFSET:
+            if self.strips and self._special.ids[parts[i]] < self.OFFSET:
                 parts[i - 1], parts[i + 1] = parts[i - 1].rstrip(), parts[i + 1].lstrip()
         ids: list[int] = []
         for i, part in enumerate(parts):

@@ -152,6 +152,7 @@ TIES = {
     "1.1 new": (dict(tie_word_embeddings=True, scale_decoder_outputs=False), True, (False, False)),
     "mt5 old": (dict(model_type="mt5", tie_word_embeddings=False), True, (False, False)),
     "mt5 new": (dict(model_type="mt5", tie_word_embeddings=True), True, (False, False)),
+    "mt5 scaled": (dict(model_type="mt5", scale_decoder_outputs=True), True, (False, False)),
 }
 
 
@@ -448,6 +449,13 @@ def test_other_names_of_options_count_first_as_in_transformers(name, tmp_path):
     for given in (moved, wrong | moved):
         (tmp_path / "config.json").write_text(json.dumps(options | given))
         assert loader.load_shape(tmp_path) == expected
+
+
+def test_the_other_name_of_t5s_layers_is_the_encoders_alone(tmp_path):
+    """As in transformers, which takes the decoder's number from `num_layers`."""
+    layers = dict(num_layers=2, num_hidden_layers=3, num_decoder_layers=None)
+    config = loader.load_shape(make.write_hf(tmp_path, TENSORS, **layers))
+    assert (config.num_encoder_layers, config.num_decoder_layers) == (3, 2)
 
 
 BLOCKS = {

@@ -96,10 +96,10 @@ def test_a_part_is_that_part(name, tmp_path):
 
 def test_an_embedding_that_is_the_head_is_read_once(tmp_path, monkeypatch):
     """Of some files a part takes the reading of the whole, or of a chunk."""
-    monkeypatch.setattr(packed_weights, "_READ", 16 * TINY_1_0.emb_dim)
     sd.save(make.model_of(make.random_params(TINY_1_0), TINY_1_0), tmp_path / "a", dtype="int8")
-    leaf = native_format.open_folder(tmp_path / "a").parameters["token_embedder/embedding"]
-    values, scales = leaf.parts
+    monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: True)
+    checkpoint, name = native_format.open_folder(tmp_path / "a"), "token_embedder/embedding"
+    values, scales = (leaf := checkpoint.parameters[name]).parts
     read = []
 
     def count(*how):
@@ -107,7 +107,9 @@ def test_an_embedding_that_is_the_head_is_read_once(tmp_path, monkeypatch):
         return values.read(*how)
 
     counted = dataclasses.replace(values, read=count, read_part=None)
-    packed = weights._read_packed_rows(int8.multiply_parts(counted, scales))
+    checkpoint.parameters[name] = int8.multiply_parts(counted, scales)
+    params = weights.read_params(checkpoint, "float32", None, None, None, lambda size: None)
+    packed = params["token_embedder"]["embedding"]
     np.testing.assert_array_equal(packed.unpack_rows(), leaf.load("float32"))
     assert len(read) == 1
 

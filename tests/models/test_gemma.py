@@ -557,6 +557,23 @@ def test_the_texts_part_of_a_gemma_3_with_images_is_read(form, tmp_path):
     assert model.start_token == expected.start_token and model.eos_ids == expected.eos_ids
 
 
+ROPE = {"rope_type": "default", "rope_theta": 321.0}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+
+
+@pytest.mark.parametrize("name, base", [("gemma2_plain", 10_000.0), ("gemma3_text", 321.0)])
+def test_the_old_name_of_scaled_positions_counts_first_as_in_transformers(name, base, tmp_path):
+    """In transformers 5.24 it replaces a Gemma 2's new options, and updates a Gemma 3's."""
+    shutil.copytree(GOLDEN / "hf_gemma" / name, tmp_path, dirs_exist_ok=True)
+    rope = ROPE if name == "gemma2_plain" else {"full_attention": ROPE}
+    edit(tmp_path, "", rope_parameters=rope, rope_scaling=LINEAR)
+    config = sd.load(tmp_path, "float32", say=lambda line: None).config
+    assert (config.rotary_base, config.rotary_factor) == (base, 8.0)
+    edit(tmp_path, "", rope_scaling=None)
+    config = sd.load(tmp_path, "float32", say=lambda line: None).config
+    assert (config.rotary_base, config.rotary_factor) == (321.0, 1.0)
+
+
 def test_the_other_names_of_a_t5gemma_2_are_read(tmp_path):
     shutil.copytree(GOLDEN / "hf_gemma" / "t5gemma2", tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"

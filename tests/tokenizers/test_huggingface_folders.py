@@ -416,6 +416,48 @@ def test_gpt2s_own_files_have_added_tokens_in_the_order_of_transformers(tmp_path
     ]
 
 
+def test_a_listed_token_may_take_the_spaces_around_it(tmp_path):
+    """The ids are those of transformers 5.24."""
+    listed = [{"content": "<hl>", "lstrip": True, "rstrip": True}]
+    changes = {"additional_special_tokens": listed}
+    found = opened("gpt2 merges", tmp_path, tokenizer_config=changes)
+    expected = [51, 259, 288, 69, 256, 81, 88, 288, 82, 83, 64, 88, 285, 13]
+    assert found.encode("The <hl>ferry <hl> stayed.") == expected
+
+
+@pytest.mark.parametrize("name", ["spiece", "byt5"])
+@pytest.mark.parametrize("token", ["eos_token", "unk_token", "pad_token", "bos_token"])
+def test_the_name_of_a_token_that_a_vocabulary_lacks_is_rejected(token, name, tmp_path):
+    """transformers gives it an id: the next one or, in ByT5, that of the usual token."""
+    for file in ("tokenizer_config", "special_tokens_map"):
+        with pytest.raises(ValueError, match="got added token '<new>', expected only sentinels"):
+            opened(name, tmp_path / file, **{file: {token: "<new>"}})
+    if token == "eos_token":
+        with pytest.raises(ValueError, match="eos_token: got '<pad>', expected '</s>'"):
+            opened(name, tmp_path / "pad", tokenizer_config={token: "<pad>"})
+
+
+BYT5_NAMES = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config", "special_tokens_map"])
+def test_byt5s_files_say_whether_spaces_belong_to_its_special_tokens(file, tmp_path):
+    """The ids are those of transformers 5.24."""
+    sides = {"lstrip": False, "rstrip": False, "__type": "AddedToken"}
+    names = {name: {"content": token} | sides for name, token in BYT5_NAMES.items()}
+    found = opened("byt5", tmp_path / "kept", **{file: names})
+    assert found.encode("a </s> b <pad>") == [100, 35, 1, 35, 101, 35, 0]
+    taken = opened("byt5", tmp_path / "taken", **{file: BYT5_NAMES})
+    assert taken.encode("a </s> b <pad>") == [100, 1, 101, 0]
+    for form in ("specdec", "huggingface"):
+        sd.save(model_of(found), tmp_path / form, format=form)
+        again = loader.load_vocabulary(tmp_path / form)[0]
+        assert again.encode("a </s> b <pad>") == [100, 35, 1, 35, 101, 35, 0]
+    mixed = names | {"pad_token": {"content": "<pad>", "lstrip": True}}
+    with pytest.raises(ValueError, match="lstrip and rstrip: got true and false, expected the sam"):
+        opened("byt5", tmp_path / "mixed", **{file: mixed})
+
+
 def test_an_added_token_with_another_id_than_the_next_is_rejected(tmp_path):
     with pytest.raises(
         ValueError, match="json: got the added token '<hl>' with id 299, expected 2"

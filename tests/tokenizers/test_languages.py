@@ -148,6 +148,14 @@ def test_marians_end_that_is_no_piece_gets_the_next_id(tmp_path):
         sd.generate(model, [ids], gamma=0)
 
 
+@pytest.mark.parametrize("name", ["mbart", "mbart50", "nllb", "pegasus"])
+@pytest.mark.parametrize("token", ["eos_token", "pad_token", "unk_token", "mask_token"])
+def test_another_name_of_a_token_with_a_place_of_its_own_is_rejected(token, name, tmp_path):
+    """transformers 5.24 gives it the usual token's id."""
+    with pytest.raises(ValueError, match=f"{token}: got '<new>', expected a piece of the vocab"):
+        open_vocabulary(name, tmp_path, **{token: "<new>"})
+
+
 @pytest.mark.parametrize("name", TRANSLATING)
 def test_an_input_without_a_language_is_rejected(name, tmp_path):
     case, vocabulary = CASES[name], open_vocabulary(name, tmp_path)

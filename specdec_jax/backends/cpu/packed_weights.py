@@ -31,7 +31,6 @@ _COLUMNS, _GROUP = 16, 4  # columns of a panel, and neighbouring lines of int8 v
 # Arrays of up to so many numbers are rearranged by NumPy. XLA is faster, but takes some ten
 # milliseconds to make a program for a shape, or to read it from the folder of compiled programs.
 _SMALL = 1 << 22
-_READ = 1 << 20  # numbers that `read_rows` reads at a time
 
 
 def can_pack(dtype: DTypeLike) -> bool:
@@ -149,27 +148,16 @@ class PackedWeight:
         return cls(_cut(jnp.asarray(weight)), None, lines, columns, derived)
 
     @classmethod
-    def pack_rows(cls, rows: Float[Array, "F D"], derived: bool = False) -> "PackedWeight":
+    def pack_rows(
+        cls, rows: Float[Array | np.ndarray, "F D"], derived: bool = False
+    ) -> "PackedWeight":
         """Packs a weight whose columns are these rows, as those of an embedding.
 
         Unlike its transpose for `pack`, this takes no memory beside the result.
         """
         columns, lines = rows.shape
-        return cls(_cut_rows(jnp.asarray(rows)), None, lines, columns, derived)
-
-    @classmethod
-    def read_rows(
-        cls, shape: tuple[int, ...], read: Callable[[slice], Float32[np.ndarray, "part D"]]
-    ) -> "PackedWeight":
-        """Does what `pack_rows` does, of rows that `read` returns, a part at a time."""
-        columns, lines = shape
-        panels, some = -(-columns // _COLUMNS), max(1, _READ // (_COLUMNS * lines))
-        values = _make_aligned((panels, lines, _COLUMNS))
-        for panel in range(0, panels, some):
-            begin, end = panel * _COLUMNS, min((panel + some) * _COLUMNS, columns)
-            rows = np.pad(read(slice(begin, end)), ((0, -end % _COLUMNS), (0, 0)))
-            values[panel : panel + some] = rows.reshape(-1, _COLUMNS, lines).swapaxes(1, 2)
-        return cls(jax.device_put(values), None, lines, columns)
+        cut = _cut_rows_on_host if isinstance(rows, np.ndarray) else _cut_rows
+        return cls(cut(rows), None, lines, columns, derived)
 
     def unpack(self) -> Float[Array | np.ndarray, "D F"] | Int8Weight:
         """Returns what `pack` was given, a NumPy array if the values are one."""
@@ -275,6 +263,17 @@ def _cut_rows(rows: Shaped[Array, "F D"]) -> Shaped[Array, "panels D 16"]:
 def _cut_groups(weight: Int8[Array, "D F"]) -> Int8[Array, "panels groups 16 4"]:
     padded = _cut(jnp.pad(weight, ((0, -len(weight) % _GROUP), (0, 0))))
     return padded.reshape(len(padded), -1, _GROUP, _COLUMNS).swapaxes(2, 3)
+
+
+def _cut_rows_on_host(rows: Float32[np.ndarray, "F D"]) -> Float32[Array, "panels D 16"]:
+    """Does what `_cut_rows` does, in NumPy."""
+    columns, lines = rows.shape
+    whole, rest = divmod(columns, _COLUMNS)
+    values = _make_aligned((whole + bool(rest), lines, _COLUMNS))
+    values[:whole] = rows[: columns - rest].reshape(whole, _COLUMNS, lines).swapaxes(1, 2)
+    values[whole:, :, :rest] = rows[columns - rest :].T
+    values[whole:, :, rest:] = 0
+    return jax.device_put(values)
 
 
 def _make_aligned(shape: tuple[int, ...]) -> Float32[np.ndarray, "..."]:
