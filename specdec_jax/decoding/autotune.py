@@ -117,8 +117,8 @@ class Costs(NamedTuple):
             weight, look = Auto.weight + learned.examined, learned.requests % _LOOK == 0
             acceptance = (Auto.weight * self.acceptance + learned.accepted) / weight
             ending = learned.ended / max(learned.tokens, 1)
-            begin = dict(acceptance=acceptance, weight=min(weight, _WEIGHT), look=float(look))
-            begin["ending"] = ending
+            begin = dict(acceptance=acceptance, weight=min(weight, _WEIGHT))
+            begin |= dict(ending=ending, look=float(look))
             # An iteration without a draft costs a little more in a program that may draft than in
             # one that never does.
             tokens = np.cumsum((acceptance * (1 - ending)) ** np.arange(MAXIMUM + 1))
@@ -193,6 +193,7 @@ def record(request: Request, result: GenerationResult) -> None:
         examined = int(result.stats.examined_by_position.sum())
         accepted = int(result.stats.accepted_by_position.sum())
         ended = sum(reason in ("eos", "stop") for reason in result.finish_reasons)
+        # Those of requests without drafts, which forget nothing, would count for ever.
         ends = (int(result.lengths.sum()), ended) if examined else ()
         learn(request.costs_key, examined, accepted, *ends)
 

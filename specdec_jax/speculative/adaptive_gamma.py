@@ -48,9 +48,9 @@ class Auto(Policy):
 
     That is (1 + β + … + β^γ) / cost(γ), where β = α̂ · (1 − `ending`): what was drafted after a
     row's last token is in vain. α̂ is the row's acceptance rate so far, in which the assumed rate
-    `acceptance` counts for `weight` tokens. A row that drafts nothing learns nothing;
-    it tries `PROBE` tokens at its beginning, and then so seldom that all tries together take less
-    than 1 % of its time: each one that fails doubles the number of iterations until the next.
+    `acceptance` counts for `weight` tokens. A row that drafts nothing learns nothing; it tries
+    `PROBE` tokens at its beginning, and then so seldom that all tries together take less than 1 %
+    of its time: each one that fails doubles the number of iterations until the next.
 
     The defaults come from simulations of rows of 64 tokens with α from 0 to 0.9, with target calls
     that take up to 1.4 times as long at 5 positions as at one and 1.7 times at 9, and with draft

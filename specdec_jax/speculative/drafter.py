@@ -259,7 +259,6 @@ def check_draft(drafter: Drafter, returned: Any, state: DecodeState) -> tuple[An
     Raises:
       ValueError: anything else was returned.
     """
-
     check = functools.partial(_check_returned, drafter, "draft")
     pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Draft)
     check(pair, f"returned {type(returned).__name__}", "(draft_state, Draft)")
