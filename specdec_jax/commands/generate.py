@@ -87,9 +87,9 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         finished is kept beside it (.partial), so that the same command resumes after a kill
       shard: I/N, such as 0/4: decode only part I, counted from 0, of N equal parts of --input_file
         or --task; the parts together, in order, are the output of a run without --shard
-      learn: train the drafter, a model, on finished outputs while others are decoded, for at most 4
-        percent of the time and only as long as it pays; above temperature 0 with --verifier=gumbel;
-        with --output_file the trained weights are kept beside it (.learned) until the end
+      learn: train the drafter, a model, on finished outputs while others are decoded, as long as it
+        pays, in at most 10 percent of the time; above temperature 0 with --verifier=gumbel; with
+        --output_file the trained weights are kept beside it (.learned) until the end
       task: seqio task or mixture to decode instead of sentences; prints a JSON object for every
         example, as T5X's infer does, with the prediction's ids, then the task's metrics; inputs are
         cut to --max_input_length

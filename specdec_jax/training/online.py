@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 import io
 import json
 import os
@@ -27,19 +28,39 @@ from specdec_jax.training.batches import PADDING
 from specdec_jax.training.losses import Objective, TrainState, replace_padding, train_step
 from specdec_jax.training.optimizer import make_online_optimizer
 
-# Lengths to which both sides of an output are padded, and the number of ids in a batch: 8, 4 or 2
-# outputs. Each length is a shape that compiles.
-_LENGTHS, _BATCH_IDS = (32, 64, 128), 256
-# Outputs before the first update, and updates before the drafter is compared with the first one;
-# the comparison is over as many.
-_FIRST_OUTPUTS, _COMPARED = 32, 20
+# Inputs and outputs are padded to a power of two between these; a batch of outputs has so many ids.
+_SHORTEST, _LONGEST, _BATCH_IDS = 32, 512, 128
+# Outputs before the first update, and how many of the latest wait for one.
+_FIRST_OUTPUTS, _WAITING = 32, 8
+# Updates before the drafter is compared with the first one, over as many.
+_COMPARED = 20
 # Seconds that the compilation of a shape is taken to last before one has been timed.
 _COMPILE_SECONDS = 5.0
-_FORMAT = "specdec_jax online distillation 1"
+_FORMAT = "specdec_jax online distillation 2"
+
+
+class _Example(NamedTuple):
+    """The ids of an input, those of prefix and output, and the length of the prefix."""
+
+    inputs: np.ndarray
+    tokens: np.ndarray
+    prefix: int
+
+
+class _Shape(NamedTuple):
+    """Number of outputs in a batch, and the lengths that inputs and outputs are padded to."""
+
+    rows: int
+    inputs: int
+    fed: int
+
+    def holds(self, example: _Example) -> bool:
+        """Returns whether an example fits; its last token is not fed."""
+        return len(example.inputs) <= self.inputs and len(example.tokens) <= self.fed + 1
 
 
 class OnlineBatch(NamedTuple):
-    """Outputs of one padded length.
+    """Outputs that are padded to one length.
 
     Attributes:
       inputs: `[B, L]` int32 ids of the encoder's inputs, then `PADDING`; L = 0 without an encoder.
@@ -119,19 +140,25 @@ class OnlineDistillation:
 
     The labels are the output's tokens. At temperature 0 they are the target's argmax; above, draws
     from its distribution, whose cross-entropy has the gradient of the forward divergence on
-    average. A batch is 8, 4 or 2 outputs of at most 32, 64 or 128 ids on the longer side (input, or
-    prefix and output together); longer ones are left out. An update is one step of Adam.
+    average. A batch is 4 outputs of at most 32 ids, prefix included, 2 of at most 64, else one, of
+    which the first 512 count; with inputs longer than 512 they are left out. An update is one step
+    of Adam.
 
-    It learns for at most a share of the time. Compilation is not counted; a shape is compiled only
-    if this share of the time left is at least 5 seconds, or what the last compilation took. After
-    20 updates it counts the tokens that it predicts, and those that the drafter it began with
-    predicts, on the outputs of the last 20 updates, before it learns from them. It ends when the
-    mean gain per update plus two standard errors would save less time, over the outputs left, than
-    an update takes. If even that is below 0, it restores the first weights.
+    It learns for at most a share of the time that decoding will take, from the beginning on, since
+    what is learnt early helps longest. Compilation counts. Batches are padded to a shape that is
+    compiled already; another one is compiled only if nothing fits and the share has 5 seconds
+    left, or what the last compilation took.
+
+    Each update counts the tokens that the drafter predicts, before it learns from them, and those
+    that the drafter it began with predicts. If that was better over the last 20 updates (the mean
+    gain plus two standard errors is below 0), it ends with the first weights. It also ends if
+    another update would save less time, over the outputs left, than it takes: it adds no more than
+    an update did on average, and from 60 updates on no more than the last third of them gained over
+    the third before (plus two standard errors).
 
     Attributes:
       updates, outputs: number of updates, and of outputs that were seen.
-      seconds: what learning took, compilation not counted.
+      seconds: what learning took, beside `compile_seconds`.
       compile_seconds: what the first update of each shape took.
       ended: why it has ended; "" if it goes on.
       agreements: `Agreement` of each update since the process began or resumed.
@@ -144,8 +171,8 @@ class OnlineDistillation:
         drafter: ModelDrafter,
         *,
         expected: int | None = None,
-        learning_rate: float = 5e-4,
-        share_of_time: float = 0.04,
+        learning_rate: float = 1e-3,
+        share_of_time: float = 0.1,
     ):
         """Begins with a drafter as it was loaded; its weights are kept in float32 for training.
 
@@ -154,8 +181,8 @@ class OnlineDistillation:
           drafter: the drafter; int8 weights and a shortlist are made anew after every update.
           expected: number of outputs there will be; None: unknown, as many as were seen.
           learning_rate: Adam's, constant, relative to the root mean square of each array.
-          share_of_time: the most of the time, from the first output on, that it learns; 1 never
-            waits and never ends.
+          share_of_time: the most that it learns, over the time of decoding alone, from the first
+            output to the last; 1 never waits and never ends.
 
         Raises:
           ValueError: a drafter of another kind, a mesh, or a number out of range.
@@ -175,14 +202,12 @@ class OnlineDistillation:
         config = drafter.model.config.replace(dtype="float32", matmul_dtype=None, dropout_rate=0.0)
         self._objective = Objective(config.module())
         params = drafter.model.params
-        self._dtypes = jax.tree.map(lambda leaf: leaf.dtype, params)
-        self._first_params = _copy(params, jax.tree.map(lambda _: np.dtype("float32"), params))
+        self._dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(params))
+        self._first_params = jax.tree.map(lambda leaf: jnp.array(leaf, "float32"), params)
         self._state = TrainState.begin(_copy(self._first_params), self._optimizer)
-        self._waiting: dict[int, collections.deque] = {
-            length: collections.deque(maxlen=_BATCH_IDS // length) for length in _LENGTHS
-        }
+        self._waiting: collections.deque[_Example] = collections.deque(maxlen=_WAITING)
         self._drafter = _mark(copy.copy(drafter))
-        self._compiled: set[int] = set()
+        self._compiled: set[_Shape] = set()
         self._clock: float | None = None
         self._before, self._cost, self._saved = 0.0, 0.0, 0
         self._calls, self._tokens, self._compile_cost = 0, 0, _COMPILE_SECONDS
@@ -205,6 +230,11 @@ class OnlineDistillation:
         """Number of outputs to come; as many as there were, where that is not known."""
         return self.outputs if self._expected is None else self._expected - self.outputs
 
+    @property
+    def _decoding(self) -> float:
+        """Seconds that were not learning, since the first output."""
+        return self.elapsed - self.seconds - self.compile_seconds
+
     def saw(self, inputs: np.ndarray, prefix: np.ndarray, output: FinishedOutput) -> None:
         """Keeps a finished output for an update; arguments as for `Learner.saw`."""
         self._clock = time.perf_counter() if self._clock is None else self._clock
@@ -213,31 +243,19 @@ class OnlineDistillation:
         self._tokens += len(output.tokens)
         if self.ended or not output.tokens or output.finish_reason in ("error", "empty"):
             return
-        ids = np.concatenate([prefix, output.tokens]).astype(np.int32)
-        longest = max(len(inputs), len(ids) - 1)
-        for length, waiting in self._waiting.items():
-            if longest <= length:
-                waiting.append((np.asarray(inputs, np.int32), ids, len(prefix)))
-                return
+        tokens = np.concatenate([prefix, output.tokens]).astype(np.int32)[: _LONGEST + 1]
+        if len(inputs) <= _LONGEST and len(prefix) < len(tokens):
+            self._waiting.append(_Example(np.asarray(inputs, np.int32), tokens, len(prefix)))
 
     @isolated
     def learn(self) -> None:
         """Makes at most one update, if enough outputs wait and the time allows it."""
         if self.ended or self.outputs < _FIRST_OUTPUTS:
             return
-        seconds_left = self._outputs_left * self.elapsed / self.outputs
-        compiles = self._share == 1 or self._share * seconds_left >= self._compile_cost
-        full = [
-            length
-            for length, rows in self._waiting.items()
-            if len(rows) == rows.maxlen and (compiles or length in self._compiled)
-        ]
-        if not full:
+        shape = self._choose_shape()
+        if shape is None:
             return
-        if self._share < 1 and self.seconds + self._cost > self._share * self.elapsed:
-            return
-        length, start = max(full, key=lambda one: one in self._compiled), time.perf_counter()
-        batch = self._make_batch(length)
+        start, batch = time.perf_counter(), self._make_batch(shape)
         if self._first.model.config.encoder_dim is not None:
             batch = batch._replace(encoded=_encode(self._target.network, batch.inputs))
         self._state, agreement = train_step(
@@ -258,11 +276,11 @@ class OnlineDistillation:
         jax.block_until_ready(jax.tree.leaves(self._drafter))
         self.updates += 1
         seconds = time.perf_counter() - start
-        if length in self._compiled:
+        if shape in self._compiled:
             self.seconds, self._cost = self.seconds + seconds, seconds
         else:
             self.compile_seconds, self._compile_cost = self.compile_seconds + seconds, seconds
-            self._compiled.add(length)
+            self._compiled.add(shape)
         self._compare()
 
     def save(self, path: str | os.PathLike, every: float = 0.0) -> None:
@@ -332,17 +350,38 @@ class OnlineDistillation:
         said = f"; of the last {tokens} tokens {right} were right, {first} without" * bool(recent)
         return f"{took}{more}{said}{self.ended and '; ended: '}{self.ended}"
 
-    def _make_batch(self, length: int) -> OnlineBatch:
-        """Returns the waiting outputs of a length, and removes them."""
-        waiting, width = self._waiting[length], self._first.model.config.vocab_size
-        inputs, fed, labels = np.full((3, len(waiting), length), PADDING, np.int32)
-        for row, (source, ids, start) in enumerate(waiting):
-            inputs[row, : len(source)] = source
+    def _choose_shape(self) -> _Shape | None:
+        """Returns the smallest compiled shape of which a batch waits, or a new one, or None."""
+        for shape in sorted(self._compiled, key=sum):
+            if sum(map(shape.holds, self._waiting)) >= shape.rows:
+                return shape if self._has_time(self._cost) else None
+        if len(self._waiting) < _WAITING or not self._has_time(self._compile_cost):
+            return None
+        longest = [max(map(len, ids)) for ids in zip(*(one[:2] for one in self._waiting))]
+        inputs, fed = (_round_up(length) for length in (longest[0], longest[1] - 1))
+        return _Shape(max(_BATCH_IDS // fed, 1), inputs, fed)
+
+    def _has_time(self, seconds: float) -> bool:
+        """Returns whether the share of the time allows so many seconds more."""
+        total = self._decoding * (1 + self._outputs_left / self.outputs)
+        spent = self.seconds + self.compile_seconds
+        return self._share == 1 or spent + seconds <= self._share * total
+
+    def _make_batch(self, shape: _Shape) -> OnlineBatch:
+        """Returns the latest waiting outputs that fit, and removes them."""
+        width = self._first.model.config.vocab_size
+        chosen = [one for one in self._waiting if shape.holds(one)][-shape.rows :]
+        inputs = np.full((shape.rows, shape.inputs), PADDING, np.int32)
+        fed, labels = np.full((2, shape.rows, shape.fed), PADDING, np.int32)
+        for row, example in enumerate(chosen):
+            ids, start = example.tokens, example.prefix
+            inputs[row, : len(example.inputs)] = example.inputs
             fed[row, : len(ids) - 1] = np.minimum(ids[:-1], width - 1)
             # The first new token follows the last of the prefix. An id that the drafter lacks
             # cannot be learnt.
             labels[row, start - 1 : len(ids) - 1] = np.where(ids < width, ids, PADDING)[start:]
-        waiting.clear()
+        kept = [one for one in self._waiting if all(one is not other for other in chosen)]
+        self._waiting = collections.deque(kept, maxlen=_WAITING)
         return OnlineBatch(inputs[:, :0] if is_decoder_only(self._target) else inputs, fed, labels)
 
     def _make_drafter(self) -> ModelDrafter:
@@ -351,13 +390,10 @@ class OnlineDistillation:
         model, ids = first.model, None
         if first.shortlist is not None:
             ids = np.unique(first.shortlist.ids)  # without its padding
-        params = _copy(self._state.params, self._dtypes)
-        if model.quantized:
-            tied = model.config.logits_via_embedding
-            params = weight_layouts.round_params(params, model.input_bits, tied)
+        how = (model.quantized, model.input_bits, model.config.logits_via_embedding)
         model = LanguageModel(
             model.config,
-            params,
+            _round(self._state.params, self._dtypes, how),
             model.vocabulary,
             start_token=model.start_token,
             eos_ids=model.eos_ids,
@@ -376,18 +412,33 @@ class OnlineDistillation:
 
     def _compare(self) -> None:
         """Ends the learning where it does not pay; see the class."""
-        recent = self.agreements[-_COMPARED:]
-        if self._share == 1 or len(recent) < _COMPARED:
+        if self._share == 1 or len(self.agreements) < _COMPARED:
             return
-        gains = [(one.right - one.right_at_first) / max(one.tokens, 1) for one in recent]
-        most = float(np.mean(gains) + 2 * np.std(gains, ddof=1) / len(gains) ** 0.5)
-        per_call = self.elapsed / max(self._calls, 1)
-        # A token that has become right saves one call of the target.
-        saved = most / self.updates * self._outputs_left * self._tokens / self.outputs * per_call
-        if most < 0:
+        gains = [(one.right - one.right_at_first) / max(one.tokens, 1) for one in self.agreements]
+        mean, error = _average(gains[-_COMPARED:])
+        if mean + 2 * error < 0:
             self._begin_anew("the drafter became worse, its first weights are used again")
-        elif saved < self._cost:
+            return
+        # Gains shrink, so the next update adds no more than those so far did on average.
+        most, third = (mean + 2 * error) / self.updates, len(gains) // 3
+        if third >= _COMPARED:
+            last, last_error = _average(gains[-third:])
+            before, error = _average(gains[-2 * third : -third])
+            most = min(most, (last - before + 2 * (last_error**2 + error**2) ** 0.5) / third)
+        # A token that has become right saves one call of the target.
+        tokens_left = self._outputs_left * self._tokens / self.outputs
+        if most * tokens_left * self._decoding / max(self._calls, 1) < self._cost:
             self.ended = "another update would take longer than it saves"
+
+
+def _average(numbers: list[float]) -> tuple[float, float]:
+    """Returns the mean and its standard error."""
+    return float(np.mean(numbers)), float(np.std(numbers, ddof=1)) / len(numbers) ** 0.5
+
+
+def _round_up(length: int) -> int:
+    """Returns the padded length."""
+    return max(_SHORTEST, 1 << (length - 1).bit_length())
 
 
 _COUNTS = ("updates", "outputs", "seconds", "compile_seconds", "ended", "_calls", "_tokens")
@@ -399,7 +450,22 @@ def _mark(drafter: ModelDrafter) -> ModelDrafter:
     return drafter
 
 
-def _copy(params: dict, dtypes: dict | None = None) -> dict:
+def _copy(params: dict) -> dict:
     """Returns new arrays, since a step of training takes the memory of its own."""
-    dtypes = jax.tree.map(lambda leaf: leaf.dtype, params) if dtypes is None else dtypes
-    return jax.tree.map(lambda leaf, dtype: jnp.array(leaf, dtype, copy=True), params, dtypes)
+    return jax.tree.map(functools.partial(jnp.array, copy=True), params)
+
+
+@functools.partial(jax.jit, static_argnames=("dtypes", "how"))
+def _round(params: dict, dtypes: tuple[np.dtype, ...], how: tuple[bool, int | None, bool]) -> dict:
+    """Returns the parameters as a drafter keeps them, all in one program, since each compiles.
+
+    Args:
+      params: in float32.
+      dtypes: of the drafter's arrays.
+      how: whether its matrices are in int8, their `input_bits`, and whether its head is tied.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    copies = (jnp.array(leaf, dtype, copy=True) for leaf, dtype in zip(leaves, dtypes, strict=True))
+    params = structure.unflatten(copies)
+    quantized, input_bits, tied = how
+    return weight_layouts.round_params(params, input_bits, tied) if quantized else params

@@ -26,6 +26,7 @@ RNG = np.random.default_rng(0)
 INPUTS = [RNG.integers(2, V, length).tolist() for length in RNG.integers(2, 9, 72)]
 GREEDY = dict(gamma=2, batch_size=4, max_new_tokens=LIMIT)
 SHAPE = sd.T5Config(V, 16, 2, 8, 1, 1, 32)
+SMALL = online._Shape(4, 32, 32)
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +150,9 @@ def test_a_restored_learner_goes_on_as_if_it_had_not_been_killed(target, drafter
     restored.restore(tmp_path / "learned")
     assert same([restored.drafter, learner.drafter])
     assert (restored.updates, restored.outputs) == (learner.updates, learner.outputs)
+    restored._compiled = set(learner._compiled)  # the same outputs make its batches then
     feed(learner, 40, 48), feed(restored, 40, 48)
-    assert restored.updates == learner.updates == 3
+    assert restored.updates == learner.updates == 6
     assert same([restored.drafter, learner.drafter])
 
 
@@ -194,8 +196,8 @@ def test_it_learns(target, drafter):
 
 def test_the_loss_counts_only_new_tokens_that_the_drafter_has(target, drafter):
     learner = make(target, drafter)
-    learner._waiting[32].append((np.array([5, 6]), np.array([0, 7, 8, 9, V + 3, 1]), 2))
-    batch = learner._make_batch(32)
+    learner.saw(np.array([5, 6]), np.array([0, 7]), finished([8, 9, V + 3, 1]))
+    batch = learner._make_batch(SMALL)
     assert batch.inputs[0, :3].tolist() == [5, 6, -1]
     assert batch.fed[0, :6].tolist() == [0, 7, 8, 9, V - 1, -1]
     assert batch.labels[0, :6].tolist() == [-1, 8, 9, -1, 1, -1]
@@ -204,9 +206,9 @@ def test_the_loss_counts_only_new_tokens_that_the_drafter_has(target, drafter):
 @slow
 def test_the_loss_is_the_mean_cross_entropy_of_the_new_tokens(target, drafter):
     learner = make(target, drafter)
-    learner._waiting[32].append((np.array([5, 6]), np.array([0, 7, 8, 9, 4, 1]), 1))
-    batch, params = learner._make_batch(32), learner._state.params
-    logits = drafter.model.logits(batch.inputs[:, :2], batch.fed[:, :5])
+    learner.saw(np.array([5, 6]), np.array([0]), finished([7, 8, 9, 4, 1]))
+    batch, params = learner._make_batch(SMALL), learner._state.params
+    logits = drafter.model.logits(batch.inputs[:1, :2], batch.fed[:1, :5])
     loss, counts = online.online_loss(params, batch, learner._objective, params)
     labels = batch.labels[0, :5]
     nll = -np.asarray(jax.nn.log_softmax(logits))[0, np.arange(5), labels]
@@ -228,11 +230,11 @@ def clock(monkeypatch):
 
 
 def fake_updates(monkeypatch, clock, learner, right, seconds=1.0):
-    """Makes updates that take `seconds`, with `right` of 100 tokens right and 50 at first."""
+    """Makes updates that take `seconds`; of 100 tokens `right(updates)` are right, 50 at first."""
 
     def step(state, *_, **__):
         clock(seconds)
-        return state, online.Agreement(100, right, 50)
+        return state, online.Agreement(100, right(learner.updates), 50)
 
     monkeypatch.setattr(online, "train_step", step)
     monkeypatch.setattr(learner, "_make_drafter", lambda: learner.drafter)
@@ -244,46 +246,71 @@ def run(learner, clock, outputs, seconds):
         feed(learner, number, number + 1)
 
 
-def test_it_learns_for_its_share_of_the_time(target, drafter, monkeypatch, clock):
-    learner = make(target, drafter, share_of_time=0.1)
-    fake_updates(monkeypatch, clock, learner, 60)
-    run(learner, clock, 400, 1.0)
+def test_it_learns_for_its_share_of_the_time_from_the_beginning_on(
+    target, drafter, monkeypatch, clock
+):
+    learner = make(target, drafter, share_of_time=0.1, expected=400)
+    fake_updates(monkeypatch, clock, learner, lambda updates: 50 + updates)
+    run(learner, clock, 200, 1.0)
     assert not learner.ended and learner.compile_seconds == 1
-    assert 0.08 < learner.seconds / learner.elapsed <= 0.1
+    early = learner.updates
+    run(learner, clock, 200, 1.0)
+    assert early == learner.updates == 39, "one second of 400 was the compilation's"
 
 
 @pytest.mark.parametrize(
     "right, expected, updates, why",
     [
-        (50, 10**6, 20, "longer than it saves"),
-        (40, 10**6, 20, "became worse"),
-        (60, 8000, 1000, ""),
+        (lambda updates: 50, 10**6, 20, "longer than it saves"),
+        (lambda updates: 40, 10**6, 20, "became worse"),
+        (lambda updates: 50 + min(updates, 20), 10**6, 60, "longer than it saves"),
+        (lambda updates: 50 + updates // 2, 10**6, 74, ""),
+        (lambda updates: 58, 8 * 24, 23, "longer than it saves"),
     ],
+    ids=["no gain", "worse", "as good as it gets", "goes on", "few are left"],
 )
 def test_it_ends_where_it_does_not_pay(
     target, drafter, monkeypatch, clock, right, expected, updates, why
 ):
     learner = make(target, drafter, share_of_time=0.5, expected=expected)
-    fake_updates(monkeypatch, clock, learner, right, 0.01)
-    run(learner, clock, 8 * 30, 1.0)
-    assert learner.updates == min(updates, 27) and why in learner.ended
+    fake_updates(monkeypatch, clock, learner, right, 1.0)
+    run(learner, clock, 8 * 40, 1.0)
+    assert learner.updates == updates and why in learner.ended
     assert bool(why) == bool(learner.ended)
-    if right < 50:
+    if right(0) < 50:
         assert same([learner._state.params, learner._first_params])
 
 
 def test_nothing_is_compiled_for_a_short_job(target, drafter, monkeypatch, clock):
-    learner = make(target, drafter, share_of_time=0.1, expected=80)
-    fake_updates(monkeypatch, clock, learner, 60)
-    run(learner, clock, 80, 1.0)
+    learner = make(target, drafter, share_of_time=0.1, expected=49)
+    fake_updates(monkeypatch, clock, learner, lambda updates: 60)
+    run(learner, clock, 49, 1.0)
     assert (learner.updates, learner.compile_seconds) == (0, 0)
 
 
-def test_it_ends_when_few_outputs_are_left(target, drafter, monkeypatch, clock):
-    learner = make(target, drafter, share_of_time=0.5, expected=8 * 24)
-    fake_updates(monkeypatch, clock, learner, 51, 1.0)
-    run(learner, clock, 8 * 30, 1.0)
-    assert "longer than it saves" in learner.ended
+def see(learner, count, inputs, outputs, prefix=1):
+    """Lets a learner see outputs of one length; returns the shapes of its updates so far."""
+    for _ in range(count):
+        learner.saw(np.full(inputs, 5), np.zeros(prefix, np.int32), finished([6] * outputs))
+        learner.learn()
+    for _ in range(count):  # those that wait
+        learner.learn()
+    return sorted(learner._compiled)
+
+
+def test_outputs_are_padded_to_a_compiled_shape_if_one_holds_them(
+    target, drafter, monkeypatch, clock
+):
+    learner = make(target, drafter)
+    fake_updates(monkeypatch, clock, learner, lambda updates: 50)
+    first = online._Shape(2, 256, 64)
+    assert see(learner, 32, 130, 64) == [first]
+    assert see(learner, 8, 20, 20) == [first] and learner.updates > 3
+    assert see(learner, 8, 257, 65) == [online._Shape(1, 512, 128), first]
+    updates = learner.updates
+    see(learner, 8, 513, 4), see(learner, 8, 4, 0), see(learner, 8, 4, 4, prefix=513)
+    assert learner.updates == updates, "too long, empty, or nothing new in the first 512"
+    assert online._Shape(1, 512, 512) in see(learner, 8, 500, 700)
 
 
 WARM = dict(sampling=sd.SamplingConfig(temperature=1.0))
