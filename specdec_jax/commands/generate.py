@@ -136,6 +136,9 @@ class GenerateOptions(GenerationFlags, ModelOptions):
             raise UnsupportedCombination(f"tree: got {self.tree!r} with num_beams, expected none")
         super().check()
         config = self.configuration()
+        if not self.drafter and not isinstance(config.gamma, str) and config.gamma != 0:
+            got = f"gamma: got {config.gamma!r} for plain decoding"
+            raise UnsupportedCombination(f"{got}, expected a drafter, or a gamma of 0")
         self._check_beams(config)
         self._check_learn()
         check_beside_tree(config.tree, config.verifier)
