@@ -41,7 +41,8 @@ from specdec_jax.analysis.report.records import write_record
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.decoding.program_cache import keep_programs
 from specdec_jax.files import reading
-from specdec_jax.files.writing import check_output, lock_file
+from specdec_jax.files.locks import lock_file
+from specdec_jax.files.writing import check_output
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative.tree_text import read_tree
 from tools.accelerator_figures import ModelPair, ReportSetup, TimedFigure, UnsupportedHere

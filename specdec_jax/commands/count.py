@@ -104,13 +104,12 @@ def run(options: CountOptions) -> None:
             sequences,
             size,
             options.order,
-            start_token=first,
+            start_token=start_token,
+            first_token=first,
             continuations=options.continuations,
             sampled=options.sampled,
             vocabulary=vocabulary,
         )
-        # Before the first token of a row, which may be a language's, lies the model's start token.
-        drafter = drafter.replace(start_token=start_token)
         drafter.save(options.output)
         tokens, contexts = sum(map(len, sequences)), len(drafter.starts) - 1
         counts = f"{len(pairs)} outputs of {tokens} tokens, {contexts} contexts"

@@ -14,10 +14,11 @@ from typing import Any
 from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.commands import distill_lines
 from specdec_jax.files import mirrors, reading
+from specdec_jax.files.locks import lock_folder
 from specdec_jax.files.places import AnyPath
 from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest, mismatch_error
-from specdec_jax.files.writing import lock_folder, write_file
+from specdec_jax.files.writing import write_file
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 from specdec_jax.training import text_files, train

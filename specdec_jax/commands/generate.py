@@ -97,7 +97,7 @@ class GenerateOptions(GenerationFlags, ModelOptions):
       score_targets: with --task: add the log-likelihood of the targets to the lines
       tfds_data_dir: folder in which TensorFlow Datasets keeps the data of --task (default: its own)
       use_cached: read the data of --task as seqio_cache_tasks has preprocessed them
-      seqio_additional_cache_dirs: folder of such data, here or at a URL; repeatable
+      seqio_additional_cache_dirs: folders of such data, here or at URLs, with commas between them
       json: print one JSON object a line: text, tokens, log-probabilities, why it ended, statistics
       stream: print each output while it is decoded; with --json, one object for each piece
     """
@@ -136,6 +136,9 @@ class GenerateOptions(GenerationFlags, ModelOptions):
             raise UnsupportedCombination(f"tree: got {self.tree!r} with num_beams, expected none")
         super().check()
         config = self.configuration()
+        if not self.drafter and not isinstance(config.gamma, str) and config.gamma != 0:
+            got = f"gamma: got {config.gamma!r} for plain decoding"
+            raise UnsupportedCombination(f"{got}, expected a drafter, or a gamma of 0")
         self._check_beams(config)
         self._check_learn()
         check_beside_tree(config.tree, config.verifier)

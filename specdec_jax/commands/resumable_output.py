@@ -9,9 +9,10 @@ from typing import Any
 
 from specdec_jax.commands.remote_parts import RemoteParts
 from specdec_jax.files import places
+from specdec_jax.files.locks import lock_file
 from specdec_jax.files.places import AnyPath, RemotePath
 from specdec_jax.files.reading import mismatch_error, quote_value
-from specdec_jax.files.writing import is_pass_through, lock_file, name_errors, open_new_file
+from specdec_jax.files.writing import is_pass_through, name_errors, open_new_file
 
 # Seconds between two calls of fsync; what is written goes to the operating system at once.
 _SYNC = 1.0

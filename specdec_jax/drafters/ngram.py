@@ -73,6 +73,7 @@ class NGramDrafter(StoredDrafter):
         order: int,
         *,
         start_token: int = 0,
+        first_token: int | None = None,
         continuations: int = 8,
         sampled: bool = False,
         vocabulary: Vocabulary | None = None,
@@ -84,6 +85,7 @@ class NGramDrafter(StoredDrafter):
           vocab_size: V; all ids lie below it.
           order: n ≥ 1, one more than the length of the longest context.
           start_token: the target's start token.
+          first_token: the token before every output, if it is another, as an mBART's language is.
           continuations: M ≥ 1, how many ids are kept for a context, the most frequent ones.
           sampled: see the attribute.
           vocabulary: the ids' vocabulary; if given, the drafter is rejected for a target with
@@ -94,7 +96,9 @@ class NGramDrafter(StoredDrafter):
         """
         arguments.check_flag("sampled", sampled)
         fingerprint = vocabulary.fingerprint() if vocabulary is not None else ""
-        counted = count_contexts(sequences, vocab_size, order, start_token, continuations)
+        counted = count_contexts(
+            sequences, vocab_size, order, start_token, continuations, first_token
+        )
         return cls._put_on_device(counted, fingerprint, bool(sampled))
 
     def save(self, path: str | os.PathLike[str]) -> None:

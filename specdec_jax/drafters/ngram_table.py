@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.files import places
-from specdec_jax.files.reading import check_file, error_reason
+from specdec_jax.files.reading import check_file, error_reason, mismatch_error
 from specdec_jax.files.writing import write_file
 from specdec_jax.models import arguments
 
@@ -56,6 +56,7 @@ def count_contexts(
     order: Any,
     start_token: Any,
     continuations: Any,
+    first_token: Any = None,
 ) -> dict[str, Any]:
     """Counts `sequences`; returns the arrays and numbers of a table by name.
 
@@ -63,10 +64,14 @@ def count_contexts(
     """
     arguments.check_integer("vocab_size", vocab_size, 1, 2**31 - 1)
     check_ranges(order, continuations)
-    if not arguments.is_integer(start_token) or not 0 <= start_token < vocab_size:
-        got = arguments.quote(start_token)
-        raise ValueError(f"start_token: got {got}, expected an id from 0 to {vocab_size - 1}")
-    ids, places, padded = _pad_sequences(sequences, vocab_size, order - 1, start_token)
+    first_token = start_token if first_token is None else first_token
+    for name, token in dict(start_token=start_token, first_token=first_token).items():
+        if not arguments.is_integer(token) or not 0 <= token < vocab_size:
+            expected = f"an id from 0 to {vocab_size - 1}"
+            raise mismatch_error(name, arguments.quote(token), expected)
+    ids, places, padded = _pad_sequences(
+        sequences, vocab_size, [start_token] * (order - 2) + [first_token] * (order > 1)
+    )
     rows, number = np.zeros(len(ids), np.int64), 1
     keys = [np.zeros((2, 0), np.int64)]
     kept = [_continuations(rows, ids, vocab_size, continuations)]
@@ -150,15 +155,15 @@ def _read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def _pad_sequences(
-    sequences: Iterable[Sequence[int]], vocab_size: int, before: int, start_token: int
+    sequences: Iterable[Sequence[int]], vocab_size: int, before: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns all ids, their places after `before` start tokens per sequence, and that array."""
+    """Returns all ids, their places in an array with `before` before each sequence, and that."""
     parts = arguments.check_sequences(sequences, vocab_size)
     ids = np.concatenate(parts).astype(np.int64)
     number = np.repeat(np.arange(1, len(parts) + 1), [len(part) for part in parts])
-    places = np.arange(len(ids)) + before * number
-    padded = np.full(len(ids) + before * len(parts), start_token, np.int64)
-    padded[places] = ids
+    places = np.arange(len(ids)) + len(before) * number
+    pads = np.array(before, np.int64)
+    padded = np.concatenate([piece for part in parts for piece in (pads, part)]).astype(np.int64)
     return ids, places, padded
 
 

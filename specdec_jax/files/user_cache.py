@@ -9,7 +9,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 
-_ABANDONED = 86_400  # seconds after which nothing is still at work in a temporary folder
+from specdec_jax.files.locks import lock_folder
+
+_ABANDONED = 86_400  # seconds after which an unlocked temporary folder is nobody's
 
 
 def cache_folder() -> pathlib.Path:
@@ -45,14 +47,18 @@ def private_folder(name: str) -> pathlib.Path:
 def scratch_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """Makes a temporary folder in `folder` and removes it at the end of the block.
 
-    Also removes temporary folders that killed processes left there more than a day ago.
+    Also removes temporary folders that killed processes left there more than a day ago. What is
+    yielded lies inside another folder, which is locked: the caller may lock its own.
     """
     for left in folder.glob("tmp-*"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: a process works there
             if time.time() - left.stat().st_mtime > _ABANDONED:
-                shutil.rmtree(left)
+                with lock_folder(left):
+                    shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix="tmp-", dir=folder, ignore_cleanup_errors=True) as path:
-        yield pathlib.Path(path)
+        with lock_folder(path):
+            (inside := pathlib.Path(path, "inside")).mkdir()
+            yield inside
 
 
 def _check(place: pathlib.Path) -> None:

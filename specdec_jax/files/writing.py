@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from specdec_jax.files import places, user_cache
+from specdec_jax.files.locks import lock_folder
 from specdec_jax.files.places import AnyPath, RemotePath
 from specdec_jax.files.reading import PathLike, mismatch_error
 
@@ -157,49 +158,6 @@ def is_pass_through(path: PathLike) -> bool:
     except FileNotFoundError:
         return False
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
-
-
-@contextlib.contextmanager
-def lock_folder(folder: PathLike) -> Iterator[None]:
-    """Keeps other processes out of an existing folder during the block.
-
-    The lock ends with the process. Where the system has no such locks (Windows), nobody is kept
-    out.
-
-    Raises:
-      ValueError: another process holds the lock.
-    """
-    if os.name == "nt":
-        yield
-        return
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        lock_file(number, folder)
-        yield
-    finally:
-        os.close(number)
-
-
-def lock_file(number: int, path: PathLike) -> None:
-    """Locks the open file `number`, whose path is `path`, until it is closed.
-
-    Raises:
-      ValueError: another process holds the lock, or has just finished and removed the file.
-    """
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        mine = False
-    except OSError:  # a file system without locks, as NFS is for folders
-        return
-    else:
-        mine = os.path.exists(path) and os.path.samestat(os.fstat(number), os.stat(path))
-    if not mine:
-        raise ValueError(f"{path}: another process is writing it, expected one at a time")
 
 
 @contextlib.contextmanager

@@ -104,7 +104,7 @@ def find_tasks(
       data_dir: where TensorFlow Datasets keeps its data; None: where each task says.
       use_cached: whether the data are those that `seqio_cache_tasks` has preprocessed.
       cache_dirs: folders of such data beside those that modules have added, here or at URLs, from
-        which the split's files are copied.
+        which the split's files are copied; as in T5X's flag, commas separate several.
 
     Raises:
       ValueError: a module cannot be imported, the name or split is unknown, a task is not from ids
@@ -128,9 +128,10 @@ def find_tasks(
     if data_dir is not None:
         seqio.set_tfds_data_dir_override(data_dir)
     tasks = tuple(seqio.get_subtasks(seqio.get_mixture_or_task(name)))
+    folders = [folder for given in cache_dirs for folder in given.split(",") if folder]
     for task in tasks:
         if use_cached:
-            _find_cached(task, split, cache_dirs)
+            _find_cached(task, split, folders)
         _check(task, split, use_cached)
     return TaskSplit(tasks, split, use_cached)
 
@@ -141,9 +142,9 @@ def _find_cached(task: seqio.Task, split: str, folders: Sequence[str]) -> None:
         got = f"use_cached: got True for task {task.name!r}"
         raise ValueError(f"{got}, expected one with a seqio.CacheDatasetPlaceholder")
     below = seqio.utils.get_task_dir_from_name(task.name)
-    seqio.add_global_cache_dirs(
-        [_copy_cached(folder, below, split) if is_remote(folder) else folder for folder in folders]
-    )
+    remote = [folder for folder in folders if is_remote(folder)]
+    copies = {folder: _copy_cached(folder, below, split) for folder in remote}
+    seqio.add_global_cache_dirs([copies.get(folder, folder) for folder in folders])
     with _name_failure("task", task.name, "whose preprocessed data cannot be found"):
         found = task.cache_dir
         splits = _list_cached_splits(found) if found else []
@@ -152,6 +153,8 @@ def _find_cached(task: seqio.Task, split: str, folders: Sequence[str]) -> None:
         got = f"task: got {task.name!r} without preprocessed data (searched: {searched})"
         raise ValueError(f"{got}, expected {below}/ with COMPLETED, as seqio_cache_tasks writes it")
     if split not in splits:
+        for folder, copy in copies.items():
+            found = found.replace(copy, folder)
         got = f"split: got {split!r}, of which {found} has no preprocessed data"
         raise ValueError(f"{got}, expected one of {', '.join(splits)}")
 

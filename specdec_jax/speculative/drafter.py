@@ -16,7 +16,7 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, is_decoder_only
 from specdec_jax.speculative.distributions import Categorical, PointMass
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
-from specdec_jax.speculative.tree_draft import TreeDraft
+from specdec_jax.speculative.tree_draft import Branches, TreeDraft
 from specdec_jax.speculative.trees import CHILDREN
 
 
@@ -296,10 +296,15 @@ def check_tree_draft(drafter: Drafter, returned: Any, state: DecodeState) -> tup
     check(pair, f"returned {type(returned).__name__}", "(draft_state, TreeDraft)")
     (draft_state, draft), tree, batch = returned, state.config.tree, len(state.lengths)
     assert tree is not None, "a program of trees"
-    nodes = f"[{batch}, {tree.size}]"
-    kinds = dict(tokens=f"int32{nodes}", valid=f"bool{nodes}", calls=f"int32[{batch}]")
+    found, nodes = draft._asdict(), f"int32[{batch}, {tree.size}]"
+    is_branches = isinstance(draft.branches, Branches)
+    check(is_branches, f"gave branches {type(draft.branches).__name__}", "Branches")
+    found |= {f"branches.{name}": part for name, part in draft.branches._asdict().items()}
+    kinds = dict(tokens=nodes, valid=nodes.replace("int32", "bool"), origins=nodes)
+    kinds |= {f"branches.{name}": nodes for name in ("parents", "ranks", "depths")}
+    kinds |= {"branches.lines": f"{nodes[:-1]}, {tree.depth + 1}]", "calls": f"int32[{batch}]"}
     for field, expected in kinds.items():
-        got = arguments.describe(getattr(draft, field))
+        got = arguments.describe(found[field])
         check(got == expected, f"gave {field} {got}", expected)
     got, expected = map(arguments.describe, (draft_state, state.draft_state))
     check(got == expected, f"returned the state {got}", f"what init_tree makes, {expected}")

@@ -171,7 +171,9 @@ def _add_sentinels(folder: AnyPath, options: dict, kind: str, logits: int | None
         count = vocabularies.check_extra_ids(extra_ids, path)
         vocabulary: Vocabulary = vocabularies.SentencePieceVocabulary.load(model, count)
     else:
-        count = vocabularies.check_extra_ids(first_given(extra_ids or None, sentinels, 125), path)
+        # Beside a list of sentinels, the number may be 0.
+        count = first_given(extra_ids or None, sentinels, extra_ids, 125)
+        count = vocabularies.check_extra_ids(count, path)
         vocabulary = vocabularies.ByteVocabulary(count, _read_strips(path, described))
     _check_added(folder, added, vocabulary)
     eos_token = vocabulary.piece(vocabulary.eos_ids[0])

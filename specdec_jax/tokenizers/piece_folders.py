@@ -118,12 +118,13 @@ def _read_names(folder: AnyPath, options: dict) -> dict[str, str]:
     return {name: special_token(folder, options, name) or _USUAL[name] for name in _USUAL}
 
 
-def _check_names(folder: AnyPath, options: dict, table: Mapping[str, int]) -> None:
+def _check_names(folder: AnyPath, options: dict, kind: str, table: Mapping[str, int]) -> None:
     """Raises ValueError if a token that has a place among a class's first ids is not its usual one.
 
     In transformers, that token has the id of the usual one.
     """
-    for name in ("bos_token", "mask_token", *_USUAL):
+    starts = ["bos_token"] if kind in ("MBartTokenizer", "NllbTokenizer") else []
+    for name in (*starts, "mask_token", *_USUAL):
         token = special_token(folder, options, name)
         if token is not None and token not in table:
             place = f"{folder / 'tokenizer_config.json'}: {name}"
@@ -216,7 +217,7 @@ def _open_fairseq(folder: AnyPath, options: dict, kind: str) -> PieceTableVocabu
         got = f"a model whose first pieces are {quote_value(pieces[:3])}"
         raise mismatch_error(file, got, "<unk>, <s> and </s>")
     table = _number_fairseq(pieces, kind)
-    _check_names(folder, options, table)
+    _check_names(folder, options, kind, table)
     return _finish(folder, options, kind, file, table)
 
 
@@ -328,7 +329,7 @@ def _open_pegasus(folder: AnyPath, options: dict) -> PieceTableVocabulary:
     if options.get("offset", _OFFSET) != _OFFSET:
         raise mismatch_error(f"{path}: offset", quote_value(options["offset"]), f"{_OFFSET}")
     table = _number_pegasus(_list_pieces(file))
-    _check_names(folder, options, table)
+    _check_names(folder, options, "PegasusTokenizer", table)
     added = _list_added(folder, options, table)
     given: dict[str, Any] = _read_names(folder, options)
     given["special"] = [*_PEGASUS_SPECIAL, *added]

@@ -17,10 +17,10 @@ from jaxtyping import PyTree
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import converter, loader, native_format
 from specdec_jax.files import mirrors, places, reading
+from specdec_jax.files.locks import lock_folder
 from specdec_jax.files.places import AnyPath
 from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest, mismatch_error
-from specdec_jax.files.writing import lock_folder
 from specdec_jax.models.families import build_config
 from specdec_jax.models.family import ModelConfig, check_uses_backend
 from specdec_jax.models.language_model import LanguageModel

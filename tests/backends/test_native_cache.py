@@ -12,7 +12,7 @@ from devices import names
 from libraries import REAL, WORKS, again, calls
 
 from specdec_jax.backends.cpu import native
-from specdec_jax.files import user_cache
+from specdec_jax.files import locks, user_cache
 
 needs_compiler = pytest.mark.skipif(REAL is None or os.name != "posix", reason="no C++ compiler")
 
@@ -135,5 +135,17 @@ def test_what_killed_processes_left_goes(tmp_path):
         (path / "kernel.so").touch()
     os.utime(old, (time.time() - 2 * user_cache._ABANDONED,) * 2)
     with user_cache.scratch_folder(folder) as temporary:
-        assert temporary.parent == folder and len(names(folder)) == 2 and not old.exists()
+        assert temporary.parent.parent == folder and len(names(folder)) == 2 and not old.exists()
     assert names(folder) == ["tmp-new"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders have no locks")
+def test_what_is_in_use_stays(tmp_path):
+    """However long a process has been at work there; it may lock the folder itself too."""
+    folder = user_cache.private_folder("remote")
+    with user_cache.scratch_folder(folder) as long, locks.lock_folder(long):
+        for path in (long, long.parent):
+            os.utime(path, (time.time() - 2 * user_cache._ABANDONED,) * 2)
+        with user_cache.scratch_folder(folder):
+            assert long.exists() and len(names(folder)) == 2
+    assert names(folder) == []

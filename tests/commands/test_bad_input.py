@@ -55,6 +55,10 @@ BAD = {
         ["generate", "--target=t", "--num_beams=4", "--beam_width=8", "hello"],
         "beam_width: got 8 for plain beam search, expected a drafter",
     ),
+    "gamma of plain decoding": (
+        ["generate", "--target=t", "--gamma=3", "hello"],
+        "gamma: got 3 for plain decoding, expected a drafter, or a gamma of 0",
+    ),
     "gamma of the demo": (["demo", "PAIR", "--gamma=-1"], "gamma: got -1, expected"),
     "gamma of the benchmark": (["benchmark", "PAIR", "--gamma=2,-1"], "gamma: got -1, expected"),
     "no text to time": (

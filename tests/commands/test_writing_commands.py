@@ -20,7 +20,7 @@ from specdec_jax.checkpoints import loader
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import measure as measure_command
 from specdec_jax.commands import resumable_output, tune
-from specdec_jax.files import writing
+from specdec_jax.files import locks
 
 disk = devices.disk
 pair, cache, specdec = command_line.pair, command_line.cache, command_line.specdec
@@ -241,7 +241,7 @@ def test_a_second_training_into_a_folder_is_rejected(specdec, pair, language, tm
             f"--output_dir={tmp_path}",
         ],
     }
-    with writing.lock_folder(tmp_path):
+    with locks.lock_folder(tmp_path):
         code, out, err = specdec(command, *arguments[command])
     assert (code, out) == (2, "") and not names(tmp_path)
     assert (

@@ -117,16 +117,14 @@ def test_an_interrupted_copy_leaves_files_that_belong_together():
     assert left > 5 and found == {"old", "new", None} and files == new
 
 
-def test_a_second_process_is_noticed():
+def test_a_second_process_is_noticed(tmp_path):
     with pytest.raises(ValueError, match=f"{URL}: another process is writing it, expected one"):
         with mirrors.open_folder(URL) as folder:
             write(folder, {"log": "1"})
             mirrors.copy_folder(URL)
-            other = folder.with_name("other")
-            other.mkdir()
-            mirrors.Mirror(make_path(URL), other)
+            mirrors.Mirror(make_path(URL), tmp_path)
             write(folder, {"log": "2"})
-    assert restore() == {"log": "1"} == read(other)
+    assert restore() == {"log": "1"} == read(tmp_path)
 
 
 @pytest.mark.parametrize(

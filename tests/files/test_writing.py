@@ -10,7 +10,7 @@ from devices import Pipe, names, null_device
 from package_modules import MODULES, for_each
 
 from specdec_jax.commands import resumable_output
-from specdec_jax.files import writing
+from specdec_jax.files import locks, writing
 
 disk = devices.disk
 
@@ -43,6 +43,7 @@ MAY_WRITE = {
         "files.user_cache",
         "shutil.rmtree",
     ): "temporary folders that processes which were killed have left",
+    ("files.locks", "os.open"): "a folder, which is locked and not written",
     ("files.places", "write_bytes"): "an outline in a temporary folder",
     ("files.places", "os.truncate"): "the same",
     ("commands.main", "os.open"): "the null device, in place of a stream that is lost",
@@ -364,7 +365,7 @@ def test_a_journal_that_was_finished_in_the_meantime_is_rejected(tmp_path, monke
     def late(number, path):
         first.finish()
         first.__exit__()
-        writing.lock_file(number, path)
+        locks.lock_file(number, path)
 
     monkeypatch.setattr(resumable_output, "lock_file", late)
     with pytest.raises(ValueError, match="out.partial: another process is writing it"):

@@ -369,14 +369,17 @@ def test_preprocessed_data(where, generate, cached, tmp_path):
     assert generate("--task=toy_cached", f"--output_file={tmp_path / 'own'}")[0] == 0
     folder = str(cached)
     if where == "in a store":
-        folder = "memory://caches/of/tasks"
-        fsspec.filesystem("memory").put(str(cached), folder, recursive=True)
+        folder = "memory://caches/of/tasks,memory://others"
+        fsspec.filesystem("memory").put(str(cached), "memory://caches/of/tasks", recursive=True)
         shutil.rmtree(cached)
     argv = "--task=toy_cached", "--use_cached", f"--seqio_additional_cache_dirs={folder}"
     code, _, error = generate(*argv, f"--output_file={tmp_path / 'read'}")
     assert code == 0, error
     own = decoded((tmp_path / "own").read_text())
     assert decoded((tmp_path / "read").read_text()) == own[:4] and len(own) == len(PAIRS)
+    code, _, error = generate(*argv, "--split=train")
+    place = f"{folder.partition(',')[0]}/toy_cached"
+    assert code == 2 and f"got 'train', of which {place} has no preprocessed data" in error
 
 
 @needs_seqio

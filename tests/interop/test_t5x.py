@@ -351,6 +351,17 @@ def test_what_is_not_speculative_is_rejected(case, golden):
         predict(speculative(target), target.params, io["encoder_input_tokens"], **options)
 
 
+def test_an_embedding_that_is_the_head_counts_once(monkeypatch):
+    config = dataclasses.replace(SHAPES["1.0"], num_heads=2, head_dim=8, mlp_dim=32)  # no padding
+    model = make.model_of(make.random_params(config), config)
+    size = 4 * sum(array.size for array in jax.tree.leaves(make.random_params(config)))
+    monkeypatch.setattr(interop, "_MOST_BYTES", size)
+    interop._check_model(model, None)
+    monkeypatch.setattr(interop, "_MOST_BYTES", size - 1)
+    with pytest.raises(ValueError, match="GB of weights, expected at most"):
+        interop._check_model(model, None)
+
+
 def max_decode(inputs, cache, tokens_to_logits, eos_id, num_decodes):
     """A decode function of one's own."""
 

@@ -384,6 +384,17 @@ class Branching(TreeDrafter):
             lambda draft: ((), draft._replace(calls=0)),
             r"gave calls int32\[\], expected int32\[2\]",
         ),
+        (
+            lambda draft: ((), draft._replace(branches=draft.valid)),
+            "gave branches DynamicJaxprTracer, expected Branches",
+        ),
+        (
+            lambda draft: (
+                (),
+                draft._replace(branches=draft.branches._replace(lines=draft.branches.parents)),
+            ),
+            r"gave branches.lines int32\[2, 5\], expected int32\[2, 5, 4\]",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_drafter_of_trees_is_reported(change, message):

@@ -156,6 +156,15 @@ def test_another_name_of_a_token_with_a_place_of_its_own_is_rejected(token, name
         open_vocabulary(name, tmp_path, **{token: "<new>"})
 
 
+@pytest.mark.parametrize("name, i", [("mbart50", 168), ("pegasus", 217)])
+def test_a_start_without_a_place_of_its_own_gets_the_next_id(name, i, tmp_path):
+    """The id is that of transformers 5.24; mBART's and NLLB's start has the place of `<s>`."""
+    assert open_vocabulary(name, tmp_path, bos_token="<new>").encode("<new>") == [i]
+    for other in ("mbart", "nllb"):
+        with pytest.raises(ValueError, match="bos_token: got '<new>', expected a piece of the voc"):
+            open_vocabulary(other, tmp_path / other, bos_token="<new>")
+
+
 @pytest.mark.parametrize("name", TRANSLATING)
 def test_an_input_without_a_language_is_rejected(name, tmp_path):
     case, vocabulary = CASES[name], open_vocabulary(name, tmp_path)

@@ -287,11 +287,19 @@ def test_sentinels_of_a_hugging_face_folder(case, tmp_path):
 
 def test_which_tokenizer_a_folder_has(tmp_path):
     assert huggingface_folders.open_folder(tmp_path, ()) is None
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "ByT5Tokenizer", "extra_ids": 0})
-    )
-    vocabulary = huggingface_folders.open_folder(tmp_path, ())
-    assert (type(vocabulary), vocabulary.size) == (vocabularies.ByteVocabulary, 384)
+    listed = {"additional_special_tokens": [f"<extra_id_{i}>" for i in range(7)]}
+    for options, sentinels in (
+        ({}, 125),
+        ({"extra_ids": 5}, 5),
+        ({"extra_ids": 0}, 0),
+        ({"extra_ids": 0} | listed, 7),
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "ByT5Tokenizer"} | options)
+        )
+        vocabulary = huggingface_folders.open_folder(tmp_path, ())
+        assert type(vocabulary) is vocabularies.ByteVocabulary
+        assert (vocabulary.extra_ids, vocabulary.size) == (sentinels, 259 + sentinels)
     assert (
         type(huggingface_folders.open_folder(FOLDER, (1,))) is vocabularies.TokenizerJsonVocabulary
     )
