@@ -61,7 +61,7 @@ class BeamOptions:
             penalty = arguments.check_number("length_penalty", self.length_penalty, expected)
             if not np.isfinite(penalty) or t5x and penalty < 0:
                 raise ValueError(f"length_penalty: got {self.length_penalty}, expected {expected}")
-        if self.early_stopping != "never":
+        if not isinstance(self.early_stopping, str) or self.early_stopping != "never":
             flag, expected = self.early_stopping, "False, True or 'never'"
             arguments.check_kind("early_stopping", flag, bool | np.bool_, expected)
             object.__setattr__(self, "early_stopping", bool(flag))

@@ -16,7 +16,7 @@ from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.backends.jax_settings import check_not_traced, isolated
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.files.reading import mismatch_error, quote_value
-from specdec_jax.models import fingerprints, weight_layouts
+from specdec_jax.models import arguments, fingerprints, weight_layouts
 from specdec_jax.models.dummy_weights import make_dummy_params
 from specdec_jax.models.family import ModelConfig, check_uses_backend
 from specdec_jax.models.forks import check_process
@@ -299,6 +299,7 @@ def check_ids(
     config: ModelConfig, vocabulary: Vocabulary | None, start_token: int, eos_ids: Sequence[int]
 ) -> None:
     """Raises ValueError unless special ids, and all but a few of the vocabulary, have a logit."""
+    eos_ids = arguments.check_list("eos_ids", eos_ids, "a list of ids")
     for token in (start_token, *eos_ids):
         whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not whole or not 0 <= token < config.vocab_size:
