@@ -152,6 +152,6 @@ def check_drafting(drafter: Any, gamma: Any) -> None:
     if isinstance(drafter, Drafter) and not isinstance(drafter, BeamDrafter):
         raise UnsupportedCombination(
             f"drafter: got {type(drafter).__name__} with num_beams, "
-            "expected one that drafts for beams: ModelDrafter, "
-            "PromptLookupDrafter, NGramDrafter, or None"
+            "expected one that drafts for beams, such as ModelDrafter, "
+            "PromptLookupDrafter or NGramDrafter, or None"
         )

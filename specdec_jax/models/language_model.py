@@ -267,12 +267,15 @@ class LanguageModel:
             own = width is None
             expected = "none: the model has its own" if own else f"a model of width {width}"
             raise mismatch_error("encoder", got, expected)
-        decoder_tokens = np.asarray(decoder_tokens, np.int32)
+        decoder_tokens = _as_ids("decoder_tokens", decoder_tokens)
         if inputs is None:
             if not is_decoder_only(self):
                 raise mismatch_error("inputs", "None for a model with an encoder", "ids [B, L]")
             inputs = np.zeros((len(decoder_tokens), 0))
-        inputs = np.asarray(inputs, np.int32)
+        inputs = _as_ids("inputs", inputs)
+        if len(inputs) != len(decoder_tokens):
+            expected = f"{len(decoder_tokens)}, as many as decoder_tokens"
+            raise mismatch_error("inputs", f"{len(inputs)} rows", expected)
         inputs, input_lengths = remove_padding(self, inputs, input_lengths, attention_mask)
         inside = np.arange(inputs.shape[1]) < input_lengths[:, None]
         reader = (encoder or self).config
@@ -290,6 +293,15 @@ class LanguageModel:
         wrong = tokens[(tokens < 0) | (tokens >= count)]
         if wrong.size:
             raise mismatch_error(name, f"id {wrong[0]}", f"0 to {count - 1}")
+
+
+def _as_ids(name: str, ids: Any) -> Int[np.ndarray, "B T"]:
+    """Returns rows of ids as int32; raises ValueError for anything that this would change."""
+    array = arguments.as_array(ids)
+    sound = array.ndim == 2 and (not array.size or np.issubdtype(array.dtype, np.integer))
+    if not sound or (array.size and (array.min() < -(2**31) or array.max() >= 2**31)):
+        raise mismatch_error(name, arguments.quote(ids), "rows of ids, all of one length")
+    return array.astype(np.int32)
 
 
 _MOST_PAST_LOGITS = 128  # ids of a vocabulary for which a model has no logit

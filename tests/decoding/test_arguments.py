@@ -6,7 +6,7 @@ Numbers of numpy and JAX are as good as Python's.
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy_models import EchoModel, HashModel, Words, compilations
+from toy_models import EchoModel, HashModel, Words, compilations, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.models import arguments
@@ -219,6 +219,42 @@ OTHERS = {
     "a tree's verifier in an array": (
         lambda: sd.DynamicTree(2, 2, 4, verifier=np.ones(2)),
         r"verifier: got \[1.0, 1.0\], expected a name",
+    ),
+    "teacher-forced fractions": (
+        lambda: tiny_t5(0).logits([[3.5]], [[0]]),
+        r"inputs: got \[\[3.5\]\], expected rows of ids",
+    ),
+    "teacher-forced long integers": (
+        lambda: tiny_t5(0).logits([[3]], np.array([[0, 2**32 + 3]])),
+        r"decoder_tokens: got \[\[0, 4294967299\]\], expected rows of ids",
+    ),
+    "teacher-forced rows": (
+        lambda: tiny_t5(0).logits([[3], [4]], [[0]]),
+        "inputs: got 2 rows, expected 1, as many as decoder_tokens",
+    ),
+    "a configuration's file": (
+        lambda: sd.GenerationConfig.load(3),
+        "path: got 3, expected a path",
+    ),
+    "a configuration's new file": (
+        lambda: sd.GenerationConfig().save(None),
+        "path: got None, expected a path",
+    ),
+    "EAGLE's projections": (
+        lambda: sd.EagleDrafter(tiny_t5(0), tiny_t5(0), 3),
+        "params: got 3, expected nested dictionaries",
+    ),
+    "learning": (
+        lambda: sd.OnlineDistillation(3, DRAFTER),
+        "target: got int, expected a LanguageModel",
+    ),
+    "learning rate": (
+        lambda: sd.OnlineDistillation(TARGET, DRAFTER, learning_rate="a"),
+        "learning_rate: got 'a', expected a number in",
+    ),
+    "share of time": (
+        lambda: sd.OnlineDistillation(TARGET, DRAFTER, share_of_time=None),
+        "share_of_time: got None, expected a number in",
     ),
     "gate": (
         lambda: sd.generate(TARGET, ["w3"], drafter=sd.GatedDrafter(3), gamma=2),
