@@ -55,6 +55,7 @@ def write_fields(path: str | PathLike, fields: Mapping[str, Any]) -> None:
     Raises:
       ValueError: a value that no file can hold, such as a function; or another suffix.
     """
+    arguments.check_path("path", path)
     as_json = _is_json(path)
     values = {name: to_plain(name, value) for name, value in fields.items()}
     as_gin = "from __gin__ import dynamic_registration\n\n" + to_gin(fields)
@@ -68,6 +69,7 @@ def read_fields(path: str | PathLike, known: Collection[str]) -> dict[str, Any]:
       ValueError: a file of another form, or a field that is unknown or wrong, in one line with the
         file's name.
     """
+    arguments.check_path("path", path)
     values = read_json(path, _LARGEST) if _is_json(path) else _read_gin(path)
     found = {}
     for name, value in values.items():

@@ -217,7 +217,8 @@ class GenerationConfig:
 
     def check_beside_beams(self) -> None:
         """Raises UnsupportedCombination for an option that means nothing with a beam search."""
-        names = [*_NOT_WITH_BEAMS, "stop"] if self.stop else _NOT_WITH_BEAMS
+        none = isinstance(self.stop, Sequence) and not self.stop  # an empty list is none, too
+        names = _NOT_WITH_BEAMS if none else [*_NOT_WITH_BEAMS, "stop"]
         check_unset(self, "with num_beams", *names)
 
     def save(self, path: str | PathLike) -> None:

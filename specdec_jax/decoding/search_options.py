@@ -61,7 +61,7 @@ class BeamOptions:
             penalty = arguments.check_number("length_penalty", self.length_penalty, expected)
             if not np.isfinite(penalty) or t5x and penalty < 0:
                 raise ValueError(f"length_penalty: got {self.length_penalty}, expected {expected}")
-        if self.early_stopping != "never":
+        if not isinstance(self.early_stopping, str) or self.early_stopping != "never":
             flag, expected = self.early_stopping, "False, True or 'never'"
             arguments.check_kind("early_stopping", flag, bool | np.bool_, expected)
             object.__setattr__(self, "early_stopping", bool(flag))
@@ -152,6 +152,6 @@ def check_drafting(drafter: Any, gamma: Any) -> None:
     if isinstance(drafter, Drafter) and not isinstance(drafter, BeamDrafter):
         raise UnsupportedCombination(
             f"drafter: got {type(drafter).__name__} with num_beams, "
-            "expected one that drafts for beams: ModelDrafter, "
-            "PromptLookupDrafter, NGramDrafter, or None"
+            "expected one that drafts for beams, such as ModelDrafter, "
+            "PromptLookupDrafter or NGramDrafter, or None"
         )

@@ -75,9 +75,7 @@ def resolve_tree(
         if not isinstance(drafter, TreeDrafter):
             raise UnsupportedCombination(
                 f"tree: got one for {type(drafter).__name__}, which drafts chains, expected None,"
-                " or a ModelDrafter, EagleDrafter, EarlyExitDrafter, HeadsDrafter,"
-                " ParallelDrafter, NGramDrafter, PromptLookupDrafter, AssistedNGramDrafter,"
-                " TokenRecycling or a MergedDrafter of two of these"
+                " or a drafter of trees, such as ModelDrafter, PromptLookupDrafter or NGramDrafter"
             )
         if own is not None:
             _check_own(own, tree, drafter)

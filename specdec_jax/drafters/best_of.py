@@ -1,5 +1,6 @@
 """Two drafters of which each row uses the one that serves it better at the time."""
 
+import math
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -82,10 +83,10 @@ class BestOf(DrafterPair):
         check_drafters(first=first, second=second)
         check_behind("second", second)
         self.parts = first, second
-        expected = "two numbers of at least 0"
+        expected = "two finite numbers of at least 0"
         values = arguments.check_numbers("costs", costs, expected)
-        if values.shape != (2,) or values.min() < 0:
-            raise ValueError(f"costs: got {costs!r}, expected {expected}")
+        if values.shape != (2,) or not all(0 <= value < math.inf for value in values.tolist()):
+            raise ValueError(f"costs: got {arguments.quote(costs)}, expected {expected}")
         margin = arguments.check_range("margin", margin, 0, 1)
         memory = arguments.check_range("memory", memory, 0, 1)
         self.settings = (*map(float, values), margin, memory)

@@ -6,6 +6,7 @@ place of the token as the model's input.
 
 import functools
 import os
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -84,6 +85,7 @@ class EagleDrafter(NetworkDrafter):
         """
         arguments.check_model("model", model)
         arguments.check_model("target", target)
+        arguments.check_kind("params", params, Mapping, "nested dictionaries of arrays")
         check_uses_backend(model.config, "a drafter that reads the target's states")
         config = EagleConfig(target.config.emb_dim, model.config.emb_dim, model.config.dtype)
         got = {name: np.shape(leaf) for name, leaf in parameters.flatten(params).items()}

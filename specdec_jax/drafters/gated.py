@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specdec_jax.drafters.continuations import TableDrafter
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
@@ -77,9 +78,7 @@ class GatedDrafter(Drafter):
 
     def __post_init__(self):
         if isinstance(self.drafter, Drafter):  # else a pytree is being rebuilt
-            if not isinstance(self.drafter, TableDrafter) or self.drafter.sampled:
-                expected = "a drafter that looks up what follows and does not draw"
-                raise ValueError(f"drafter: got {self.drafter!r}, expected {expected}")
+            self._check_inner()
         for name in ("least", "memory"):
             arguments.check_range(name, getattr(self, name), 0, 1)
 
@@ -89,7 +88,14 @@ class GatedDrafter(Drafter):
     def name(self) -> str:
         return f"gated {self.drafter.name}"
 
+    def _check_inner(self) -> None:
+        if not isinstance(self.drafter, TableDrafter) or self.drafter.sampled:
+            got = arguments.quote(self.drafter)
+            expected = "a drafter that looks up what follows and does not draw"
+            raise mismatch_error("drafter", got, expected)
+
     def check(self, target: LanguageModel) -> None:
+        self._check_inner()
         self.drafter.check(target)
 
     def identity(self) -> tuple[list[Any], Any]:

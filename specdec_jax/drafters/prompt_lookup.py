@@ -59,7 +59,7 @@ class PromptLookupDrafter(ContinuationDrafter):
 
     def __post_init__(self):
         arguments.check_integer("max_match", self.max_match, 1, 64)
-        if self.prefer not in ("nearest", "latest"):
+        if not isinstance(self.prefer, str) or self.prefer not in ("nearest", "latest"):
             got = arguments.quote(self.prefer)
             raise ValueError(f"prefer: got {got}, expected 'nearest' or 'latest'")
         least = 0 if self.prefer == "nearest" else 1

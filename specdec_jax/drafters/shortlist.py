@@ -85,6 +85,10 @@ def shortlist_from_counts(counts: Any, size: int, eos_ids: Sequence[int] = ()) -
     if counts.ndim != 1 or not counts.size:
         expected = "one number for each id"
         raise ValueError(f"counts: got an array of shape {counts.shape}, expected {expected}")
+    expected = f"ids from 0 to {len(counts) - 1}"
+    eos_ids = arguments.check_list("eos_ids", eos_ids, expected)
+    if not all(arguments.is_integer(token) and 0 <= token < len(counts) for token in eos_ids):
+        raise ValueError(f"eos_ids: got {arguments.quote(eos_ids)}, expected {expected}")
     least = max(1, len(set(eos_ids)))
     if not arguments.is_integer(size) or not least <= size <= len(counts):
         expected = f"an integer from {least} to {len(counts)}"

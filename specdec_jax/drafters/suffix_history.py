@@ -59,6 +59,7 @@ class SuffixHistory:
         Raises:
           ValueError: another drafter, or a capacity out of range.
         """
+        arguments.check_model("target", target)
         drafter = SuffixDrafter() if drafter is None else drafter
         if [one.text for one in _list_suffix_drafters(drafter)] != [None]:
             got = f"{drafter!r} as drafter"

@@ -190,7 +190,7 @@ def is_default(value: Any, default: Any) -> bool:
     """Returns whether an argument is None or equals its default."""
     try:
         return value is None or bool(value == default)
-    except ValueError:  # an array of several numbers
+    except (TypeError, ValueError):  # an array of several numbers, or of keys
         return False
 
 

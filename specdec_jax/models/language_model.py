@@ -16,7 +16,7 @@ from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.backends.jax_settings import check_not_traced, isolated
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.files.reading import mismatch_error, quote_value
-from specdec_jax.models import fingerprints, weight_layouts
+from specdec_jax.models import arguments, fingerprints, weight_layouts
 from specdec_jax.models.dummy_weights import make_dummy_params
 from specdec_jax.models.family import ModelConfig, check_uses_backend
 from specdec_jax.models.forks import check_process
@@ -267,12 +267,15 @@ class LanguageModel:
             own = width is None
             expected = "none: the model has its own" if own else f"a model of width {width}"
             raise mismatch_error("encoder", got, expected)
-        decoder_tokens = np.asarray(decoder_tokens, np.int32)
+        decoder_tokens = _as_ids("decoder_tokens", decoder_tokens)
         if inputs is None:
             if not is_decoder_only(self):
                 raise mismatch_error("inputs", "None for a model with an encoder", "ids [B, L]")
             inputs = np.zeros((len(decoder_tokens), 0))
-        inputs = np.asarray(inputs, np.int32)
+        inputs = _as_ids("inputs", inputs)
+        if len(inputs) != len(decoder_tokens):
+            expected = f"{len(decoder_tokens)}, as many as decoder_tokens"
+            raise mismatch_error("inputs", f"{len(inputs)} rows", expected)
         inputs, input_lengths = remove_padding(self, inputs, input_lengths, attention_mask)
         inside = np.arange(inputs.shape[1]) < input_lengths[:, None]
         reader = (encoder or self).config
@@ -292,6 +295,15 @@ class LanguageModel:
             raise mismatch_error(name, f"id {wrong[0]}", f"0 to {count - 1}")
 
 
+def _as_ids(name: str, ids: Any) -> Int[np.ndarray, "B T"]:
+    """Returns rows of ids as int32; raises ValueError for anything that this would change."""
+    array = arguments.as_array(ids)
+    sound = array.ndim == 2 and (not array.size or np.issubdtype(array.dtype, np.integer))
+    if not sound or (array.size and (array.min() < -(2**31) or array.max() >= 2**31)):
+        raise mismatch_error(name, arguments.quote(ids), "rows of ids, all of one length")
+    return array.astype(np.int32)
+
+
 _MOST_PAST_LOGITS = 128  # ids of a vocabulary for which a model has no logit
 
 
@@ -299,6 +311,7 @@ def check_ids(
     config: ModelConfig, vocabulary: Vocabulary | None, start_token: int, eos_ids: Sequence[int]
 ) -> None:
     """Raises ValueError unless special ids, and all but a few of the vocabulary, have a logit."""
+    eos_ids = arguments.check_list("eos_ids", eos_ids, "a list of ids")
     for token in (start_token, *eos_ids):
         whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not whole or not 0 <= token < config.vocab_size:

@@ -1,7 +1,7 @@
 """`ModelDefaults`: how a model decodes where a call sets nothing, by transformers' names."""
 
 import dataclasses
-import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +15,11 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # an int may be larger
+
+
+def _is_early_stopping(value: Any) -> bool:
+    return type(value) is bool or (type(value) is str and value == "never")
 
 
 def _is_ids(value: Any) -> bool:
@@ -49,7 +53,7 @@ _FIELDS: dict[str, tuple[Any, _Check]] = {
     "length_penalty": (1.0, _NUMBER),
     "early_stopping": (
         False,
-        (lambda value: type(value) is bool or value == "never", "true, false or 'never'"),
+        (_is_early_stopping, "true, false or 'never'"),
     ),
     "num_return_sequences": (1, _INTEGER),
 }

@@ -76,6 +76,8 @@ class Kinds:
                 listed = ", ".join(map(repr, expected))
                 raise ValueError(f"{name}: got {given!r}, expected {listed}{why}")
 
+        for name in ("children", "verifier"):  # an array is equal to nothing and to everything
+            arguments.check_kind(name, getattr(self, name), str, "a name, such as 'auto'")
         check("children", self.allowed, self.reason)
         why = ", under which the output distribution is exactly the target's for children "
         known = any(self.verifier in exact for exact in CHILDREN.values())

@@ -187,14 +187,17 @@ class OnlineDistillation:
         Raises:
           ValueError: a drafter of another kind, a mesh, or a number out of range.
         """
+        arguments.check_model("target", target)
         if type(drafter) is not ModelDrafter:
             raise mismatch_error("learner", f"{drafter!r} as drafter", "a ModelDrafter")
         check_pair(target, drafter)
         if any(network.rules is not None for network in (target.network, drafter.network)):
             raise mismatch_error("learner", "models on a mesh", "models on one device")
+        arguments.check_number("learning_rate", learning_rate, "a number in (0, 1)")
+        arguments.check_number("share_of_time", share_of_time, "a number in (0, 1]")
         if not (0 < learning_rate < 1 and 0 < share_of_time <= 1):
             got = f"learning_rate={learning_rate}, share_of_time={share_of_time}"
-            raise mismatch_error("learner", got, "numbers in (0, 1)")
+            raise mismatch_error("learner", got, "numbers in (0, 1), a share of 1 too")
         if expected is not None:
             arguments.check_integer("expected", expected, 0)
         self._target, self._first, self._expected = target, drafter, expected

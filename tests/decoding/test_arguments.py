@@ -6,7 +6,7 @@ Numbers of numpy and JAX are as good as Python's.
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy_models import EchoModel, HashModel, Words, compilations
+from toy_models import EchoModel, HashModel, Words, compilations, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.models import arguments
@@ -79,7 +79,12 @@ GENERATE = [
         dict(beam_style="huggingface", early_stopping=1, **TWO_BEAMS),
         "early_stopping: got 1, expected False, True",
     ),
+    (
+        dict(beam_style="huggingface", early_stopping=np.ones(2), **TWO_BEAMS),
+        r"early_stopping: got \[1.0, 1.0\], expected False, True",
+    ),
     (dict(stop=5, **TWO_BEAMS), "stop: got 5 with num_beams"),
+    (dict(stop=np.ones(2), **TWO_BEAMS), "stop: got array.* with num_beams"),
     (dict(lenience=np.ones(3), **TWO_BEAMS), "lenience: got array.* with num_beams"),
     (dict(beam_width=np.ones(3)), "beam_width: got array.* without num_beams"),
 ]
@@ -202,6 +207,87 @@ OTHERS = {
     "min_match": (
         lambda: sd.PromptLookupDrafter(2, 3),
         "min_match: got 3, expected an integer from 0 to 2",
+    ),
+    "prefer in an array": (
+        lambda: sd.PromptLookupDrafter(prefer=np.ones(2)),
+        r"prefer: got \[1.0, 1.0\], expected 'nearest'",
+    ),
+    "children in an array": (
+        lambda: sd.Tree((0,), children=np.ones(2)),
+        r"children: got \[1.0, 1.0\], expected a name",
+    ),
+    "a tree's verifier in an array": (
+        lambda: sd.DynamicTree(2, 2, 4, verifier=np.ones(2)),
+        r"verifier: got \[1.0, 1.0\], expected a name",
+    ),
+    "teacher-forced fractions": (
+        lambda: tiny_t5(0).logits([[3.5]], [[0]]),
+        r"inputs: got \[\[3.5\]\], expected rows of ids",
+    ),
+    "teacher-forced long integers": (
+        lambda: tiny_t5(0).logits([[3]], np.array([[0, 2**32 + 3]])),
+        r"decoder_tokens: got \[\[0, 4294967299\]\], expected rows of ids",
+    ),
+    "teacher-forced rows": (
+        lambda: tiny_t5(0).logits([[3], [4]], [[0]]),
+        "inputs: got 2 rows, expected 1, as many as decoder_tokens",
+    ),
+    "a configuration's file": (
+        lambda: sd.GenerationConfig.load(3),
+        "path: got 3, expected a path",
+    ),
+    "a configuration's new file": (
+        lambda: sd.GenerationConfig().save(None),
+        "path: got None, expected a path",
+    ),
+    "EAGLE's projections": (
+        lambda: sd.EagleDrafter(tiny_t5(0), tiny_t5(0), 3),
+        "params: got 3, expected nested dictionaries",
+    ),
+    "learning": (
+        lambda: sd.OnlineDistillation(3, DRAFTER),
+        "target: got int, expected a LanguageModel",
+    ),
+    "learning rate": (
+        lambda: sd.OnlineDistillation(TARGET, DRAFTER, learning_rate="a"),
+        "learning_rate: got 'a', expected a number in",
+    ),
+    "share of time": (
+        lambda: sd.OnlineDistillation(TARGET, DRAFTER, share_of_time=None),
+        "share_of_time: got None, expected a number in",
+    ),
+    "gate": (
+        lambda: sd.generate(TARGET, ["w3"], drafter=sd.GatedDrafter(3), gamma=2),
+        "drafter: got 3, expected a drafter that looks up",
+    ),
+    "history": (lambda: sd.SuffixHistory(3), "target: got int, expected a LanguageModel"),
+    "costs of two": (
+        lambda: sd.BestOf(DRAFTER, DRAFTER, costs=(1, float("nan"))),
+        r"costs: got \(1, nan\), expected two finite numbers",
+    ),
+    "random tokens": (
+        lambda: sd.RandomDrafter(10**30),
+        "vocab_size: got 1000.*, expected an integer from 1 to 2147483647",
+    ),
+    "ids of an end": (
+        lambda: sd.shortlist_from_counts([1, 2, 3], 2, 1),
+        "eos_ids: got 1, expected ids from 0 to 2",
+    ),
+    "an id of an end": (
+        lambda: sd.shortlist_from_counts([1, 2, 3], 2, [7]),
+        r"eos_ids: got \(7,\), expected ids from 0 to 2",
+    ),
+    "a model's ends": (
+        lambda: sd.LanguageModel(sd.T5Config(12, 8, 1, 8, 1, 1, 8), {}, eos_ids=1),
+        "eos_ids: got 1, expected a list of ids",
+    ),
+    "a model's defaults": (
+        lambda: sd.ModelDefaults(temperature=10**400),
+        "temperature: got 1000.*, expected a finite number",
+    ),
+    "a model's early stopping": (
+        lambda: sd.ModelDefaults(early_stopping=np.ones(2)),
+        "early_stopping: got .*, expected true, false",
     ),
     "switch": (
         lambda: sd.HorizontalCascade(DRAFTER, DRAFTER, True),

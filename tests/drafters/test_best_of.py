@@ -133,7 +133,7 @@ def test_a_choice_after_both_drew_is_detected():
     ("make", "message"),
     [
         (lambda: sd.BestOf(None, model), "first: got None, expected a drafter"),
-        (lambda: sd.BestOf(model, model, costs=(1,)), "costs: got .*, expected two numbers"),
+        (lambda: sd.BestOf(model, model, costs=(1,)), "costs: got .*, expected two finite numbers"),
         (lambda: sd.BestOf(model, model, margin=-1), "margin: got -1, expected a number from 0"),
         (lambda: sd.BestOf(model, model, memory=2), "memory: got 2, expected a number from 0"),
     ],

@@ -310,7 +310,7 @@ def test_a_tree_of_one_row_decodes_whatever_slots_it_has(platform, most):
 
 def test_inputs_without_any_id():
     model = t5()
-    assert model.logits(np.zeros((2, 0)), np.ones((2, 3)), [0, 0]).shape == (2, 3, V)
+    assert model.logits(np.zeros((2, 0)), np.ones((2, 3), int), [0, 0]).shape == (2, 3, V)
 
 
 @pytest.mark.slow
