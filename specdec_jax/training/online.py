@@ -250,6 +250,10 @@ class OnlineDistillation:
         if len(inputs) <= _LONGEST and len(prefix) < len(tokens):
             self._waiting.append(_Example(np.asarray(inputs, np.int32), tokens, len(prefix)))
 
+    def pause(self) -> None:
+        """Stops the clock until the next output: the time until then is not that of decoding."""
+        self._before, self._clock = self.elapsed, None
+
     @isolated
     def learn(self) -> None:
         """Makes at most one update, if enough outputs wait and the time allows it."""

@@ -258,6 +258,16 @@ def test_it_learns_for_its_share_of_the_time_from_the_beginning_on(
     assert early == learner.updates == 39, "one second of 400 was the compilation's"
 
 
+def test_a_pause_is_no_time_of_decoding(target, drafter, clock):
+    learner = make(target, drafter)
+    run(learner, clock, 3, 1.0)
+    learner.pause()
+    clock(100)
+    learner.pause()
+    run(learner, clock, 3, 1.0)
+    assert learner.elapsed == 4, "from the first output to the third, and again"
+
+
 @pytest.mark.parametrize(
     "right, expected, updates, why",
     [

@@ -15,7 +15,7 @@ from tools.results.stage import Row, Rows, Settings, Skipped
 from tools.results.texts import require_pairs
 from tools.results.whole_files import HOW
 
-_INPUTS, _BATCH, _GAMMA = 2000, 8, 4
+_INPUTS, _PARTS, _GAMMA = 2000, 20, 4
 
 
 def measure_learning(settings: Settings) -> Rows:
@@ -30,28 +30,41 @@ def measure_learning(settings: Settings) -> Rows:
 def time_learning(
     target: LanguageModel, drafter: ModelDrafter, inputs: Sequence[list[int]]
 ) -> dict[str, Row]:
-    """Returns the rows of one job: plain, drafted for by one drafter, and by one that learns."""
-    how: dict[str, Any] = HOW | dict(batch_size=_BATCH)
+    """Returns the rows of one job: plain, drafted for by one drafter, and by one that learns.
+
+    The job is decoded in parts, each in every way before the next one.
+    """
+    how: dict[str, Any] = HOW | dict(batch_size=1)
+    learner = OnlineDistillation(target, drafter, expected=len(inputs))
     ways: dict[str, Any] = {
         "plain": dict(gamma=0),
         "a drafter": dict(gamma=_GAMMA, drafter=drafter),
+        "a drafter that learns": dict(gamma=_GAMMA, learner=learner),
     }
-    for options in ways.values():
-        list(decode_stream(target, inputs[: 4 * _BATCH], **how, **options))  # compiles
-    learner = OnlineDistillation(target, drafter, expected=len(inputs))
-    ways["a drafter that learns"] = dict(gamma=_GAMMA, learner=learner)
+    size = len(inputs) // _PARTS
+    for name in ("plain", "a drafter"):
+        list(decode_stream(target, inputs, skip=range(8, len(inputs)), **how, **ways[name]))
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    alphas: dict[str, list[float]] = {name: [] for name in ways}
+    for first in range(0, size * _PARTS, size):
+        for name, options in ways.items():
+            start = time.perf_counter()
+            part = decode_stream(target, inputs[first : first + size], **how, **options)
+            stats = [one.stats for _, (one,) in part]
+            learner.pause()
+            seconds[name].append(time.perf_counter() - start)
+            alphas[name].append(find_alpha(stats))
+    total = {name: sum(parts) for name, parts in seconds.items()}
     rows: dict[str, Row] = {}
-    for name, options in ways.items():
-        start = time.perf_counter()
-        # In the order in which they end.
-        stats = [one.stats for _, (one,) in decode_stream(target, inputs, **how, **options)]
-        row: Row = {"seconds": time.perf_counter() - start, "inputs": len(inputs)}
+    for name in ways:
+        row: Row = {"seconds": total[name], "inputs": size * _PARTS}
         if name != "plain":
-            tenth = len(stats) // 10
-            row["alphas"] = [find_alpha(stats[:tenth]), find_alpha(stats[-tenth:])]
-        rows[name] = row | {"over_plain": rows.get("plain", row)["seconds"] / row["seconds"]}
+            late = {way: sum(parts[_PARTS // 2 :]) for way, parts in seconds.items()}
+            row["alphas"] = [alphas[name][0], alphas[name][-1]]
+            row["second_half"] = late["plain"] / late[name]
+        rows[name] = row | {"over_plain": total["plain"] / total[name]}
     rows[name] |= {"learning": learner.seconds, "compiling": learner.compile_seconds}
-    rows[name]["updates"] = learner.updates
+    rows[name] |= {"updates": learner.updates, "ended": learner.ended}
     return rows
 
 
@@ -63,10 +76,13 @@ def find_alpha(stats: Sequence[Stats]) -> float:
 
 def format_learning(row: Row) -> str:
     """Returns the improvement, α at the beginning and the end, and the time that learning took."""
-    text = f"{row['over_plain']:.2f}; {row['seconds']:.0f} s for {row['inputs']:,} inputs"
+    text = f"{row['over_plain']:.2f}"
+    if "second_half" in row:
+        text += f", {row['second_half']:.2f} in the second half"
+    text += f"; {row['seconds']:.0f} s for {row['inputs']:,} inputs"
     if "alphas" in row:
         first, last = row["alphas"]
-        text += f"; α {first:.3f} in the first tenth, {last:.3f} in the last"
+        text += f"; α {first:.3f} in the first twentieth, {last:.3f} in the last"
     if "updates" in row:
         text += f"; {row['updates']} updates in {row['learning']:.0f} s"
         text += f", and {row['compiling']:.0f} s to compile them"

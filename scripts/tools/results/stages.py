@@ -44,7 +44,7 @@ STAGES: dict[str, Stage] = {
         format_speed,
     ),
     "learning": Stage(
-        "whole jobs in batches of 8, γ = 4, over plain decoding",
+        "whole jobs, one input at a time, γ = 4, over plain decoding",
         (15, None),
         learning.measure_learning,
         learning.format_learning,
