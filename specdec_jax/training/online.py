@@ -36,7 +36,7 @@ _FIRST_OUTPUTS, _WAITING = 32, 8
 _COMPARED = 20
 # Seconds that the compilation of a shape is taken to last before one has been timed.
 _COMPILE_SECONDS = 5.0
-_FORMAT = "specdec_jax online distillation 2"
+_FORMAT = "specdec_jax online distillation 1"
 
 
 class _Example(NamedTuple):
@@ -154,7 +154,8 @@ class OnlineDistillation:
     gain plus two standard errors is below 0), it ends with the first weights. It also ends if
     another update would save less time, over the outputs left, than it takes: it adds no more than
     an update did on average, and from 60 updates on no more than the last third of them gained over
-    the third before (plus two standard errors).
+    the third before (plus two standard errors). The first weights are used then, too, if the last
+    third lost.
 
     Attributes:
       updates, outputs: number of updates, and of outputs that were seen.
@@ -436,6 +437,8 @@ class OnlineDistillation:
         tokens_left = self._outputs_left * self._tokens / self.outputs
         if most * tokens_left * self._decoding / max(self._calls, 1) < self._cost:
             self.ended = "another update would take longer than it saves"
+            if np.mean(gains[-max(third, _COMPARED) :]) < 0:
+                self._begin_anew("the drafter became no better, its first weights are used again")
 
 
 def _average(numbers: list[float]) -> tuple[float, float]:

@@ -273,11 +273,12 @@ def test_a_pause_is_no_time_of_decoding(target, drafter, clock):
     [
         (lambda updates: 50, 10**6, 20, "longer than it saves"),
         (lambda updates: 40, 10**6, 20, "became worse"),
+        (lambda updates: 53 if updates % 2 else 46, 8 * 40, 20, "no better"),
         (lambda updates: 50 + min(updates, 20), 10**6, 60, "longer than it saves"),
         (lambda updates: 50 + updates // 2, 10**6, 74, ""),
         (lambda updates: 58, 8 * 24, 23, "longer than it saves"),
     ],
-    ids=["no gain", "worse", "as good as it gets", "goes on", "few are left"],
+    ids=["no gain", "worse", "no better", "as good as it gets", "goes on", "few are left"],
 )
 def test_it_ends_where_it_does_not_pay(
     target, drafter, monkeypatch, clock, right, expected, updates, why
