@@ -261,7 +261,7 @@ def warm_up(
       The number of shapes that were compiled for.
     """
     arguments.check_model("target", target)
-    arguments.check_integer("max_input_length", max_input_length, 1)
+    arguments.check_integer("max_input_length", max_input_length, 1, 2**20)
     batches = arguments.check_list("batch_sizes", batch_sizes, "a list of integers")
     lengths = sorted({bucket_length(length) for length in range(1, max_input_length + 1)})
     options = dict(key=make_key(0), drafter=drafter, max_input_length=max_input_length) | options

@@ -93,6 +93,7 @@ def count_contexts(
 
 def write_table(path: str | os.PathLike[str], **values: Any) -> None:
     """Writes one .npz file at `path` with a table and further values."""
+    arguments.check_path("path", path)
     file = io.BytesIO()
     np.savez_compressed(file, format=_FORMAT, **values)
     write_file(path, file.getvalue())

@@ -144,6 +144,7 @@ class SuffixHistory:
         What it loads `remembers`, as the history does: its texts may be draws of the same key.
         Nothing is written if nothing was added since, or less than `every` seconds ago.
         """
+        arguments.check_path("path", path)
         now = time.monotonic()
         if self._saved == self.outputs or (every and now < self._due):
             return

@@ -240,6 +240,18 @@ OTHERS = {
         lambda: sd.GenerationConfig().save(None),
         "path: got None, expected a path",
     ),
+    "a table's new file": (
+        lambda: sd.NGramDrafter.count([[3]], 12, 2).save(3),
+        "path: got 3, expected a path",
+    ),
+    "a history's new file": (
+        lambda: sd.SuffixHistory(TARGET).save(3),
+        "path: got 3, expected a path",
+    ),
+    "warm_up's longest input": (
+        lambda: sd.warm_up(TARGET, max_input_length=10**400),
+        "max_input_length: got 1000.*, expected an integer from 1 to 1048576",
+    ),
     "EAGLE's projections": (
         lambda: sd.EagleDrafter(tiny_t5(0), tiny_t5(0), 3),
         "params: got 3, expected nested dictionaries",
