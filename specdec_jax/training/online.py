@@ -214,7 +214,8 @@ class OnlineDistillation:
         self._compiled: set[_Shape] = set()
         self._clock: float | None = None
         self._before, self._cost, self._saved = 0.0, 0.0, 0
-        self._calls, self._tokens, self._compile_cost = 0, 0, _COMPILE_SECONDS
+        self._calls, self._tokens, self._drafts = 0, 0, False
+        self._compile_cost = _COMPILE_SECONDS
         self.updates, self.outputs, self.seconds, self.compile_seconds = 0, 0, 0.0, 0.0
         self.ended, self.agreements = "", list[Agreement]()
 
@@ -244,6 +245,7 @@ class OnlineDistillation:
         self._clock = time.perf_counter() if self._clock is None else self._clock
         self.outputs += 1
         self._calls += output.stats.target_calls
+        self._drafts |= output.stats.drafted > 0
         self._tokens += len(output.tokens)
         if self.ended or not output.tokens or output.finish_reason in ("error", "empty"):
             return
@@ -348,9 +350,8 @@ class OnlineDistillation:
     def summary(self) -> str:
         """Returns a line about what was learnt."""
         if not self.updates:
-            return (
-                f"nothing was learnt from {self.outputs} outputs{self.ended and ': '}{self.ended}"
-            )
+            too_short = "it was too short a time" if self._drafts else "nothing was drafted"
+            return f"nothing was learnt from {self.outputs} outputs: {self.ended or too_short}"
         recent = self.agreements[-_COMPARED:]
         tokens, right, first = (sum(counts) for counts in zip(*recent)) if recent else (0, 0, 0)
         took = f"{self.updates} updates took {self.seconds:.1f} s of {self.elapsed:.1f} s"

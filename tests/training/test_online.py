@@ -39,8 +39,8 @@ def drafter(target):
     return sd.ModelDrafter(noisy_copy(target, 0.4))
 
 
-def finished(tokens, calls=2, reason="eos"):
-    stats = Stats(calls, 0, 0, 0, np.zeros(1), np.zeros(1), None, None)
+def finished(tokens, calls=2, reason="eos", drafted=2):
+    stats = Stats(calls, drafted, drafted, 0, np.zeros(1), np.zeros(1), None, None)
     return types.SimpleNamespace(tokens=list(tokens), finish_reason=reason, stats=stats)
 
 
@@ -297,6 +297,10 @@ def test_nothing_is_compiled_for_a_short_job(target, drafter, monkeypatch, clock
     fake_updates(monkeypatch, clock, learner, lambda updates: 60)
     run(learner, clock, 49, 1.0)
     assert (learner.updates, learner.compile_seconds) == (0, 0)
+    assert "from 49 outputs: it was too short a time" in learner.summary()
+    plain = make(target, drafter)
+    plain.saw(np.array([5]), np.zeros(1, np.int32), finished([6], drafted=0))
+    assert plain.summary() == "nothing was learnt from 1 outputs: nothing was drafted"
 
 
 def see(learner, count, inputs, outputs, prefix=1):
