@@ -218,7 +218,7 @@ def _check_format_holds(format: str, config: ModelConfig) -> None:
 def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> None:
     """Raises ValueError if a format cannot express something about a model.
 
-    Hugging Face's ByT5, for instance, cannot express that there are no sentinels.
+    A vocabulary of the caller's own, for instance, may encode other than its class.
     """
     check(written, "what was written")
     expressed = _list_properties(written)

@@ -111,6 +111,7 @@ VOCABULARIES = {
         GOLDEN / "hf_tokenizer" / "tokenizer.json"
     ),
     "bytes": lambda: ByteVocabulary(69),
+    "bytes without sentinels": lambda: ByteVocabulary(0),
 }
 
 
@@ -135,9 +136,16 @@ def test_vocabulary_and_sentinels_are_kept(kind, tmp_path):
         ).read_bytes()
 
 
+class OwnVocabulary(ByteVocabulary):
+    """A vocabulary that its class's files do not give back."""
+
+    def fingerprint(self):
+        return "own"
+
+
 def test_what_a_hugging_face_config_cannot_express_is_rejected(tmp_path):
     config = dataclasses.replace(SMALL, vocab_size=264)
-    model = make.model_of(make.random_params(config), config, ByteVocabulary(0))
+    model = make.model_of(make.random_params(config), config, OwnVocabulary(5))
     with pytest.raises(
         ValueError, match="format: got vocabulary=.*, which huggingface would give back as"
     ):
