@@ -42,7 +42,7 @@ def time_learning(
         "a drafter that learns": dict(gamma=_GAMMA, learner=learner),
     }
     size = len(inputs) // _PARTS
-    for name in ("plain", "a drafter"):
+    for name in ("plain", "a drafter"):  # compiles
         list(decode_stream(target, inputs, skip=range(8, len(inputs)), **how, **ways[name]))
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     alphas: dict[str, list[float]] = {name: [] for name in ways}
@@ -51,15 +51,15 @@ def time_learning(
             start = time.perf_counter()
             part = decode_stream(target, inputs[first : first + size], **how, **options)
             stats = [one.stats for _, (one,) in part]
-            learner.pause()
+            learner.pause()  # the other ways' time is not of its job
             seconds[name].append(time.perf_counter() - start)
             alphas[name].append(find_alpha(stats))
     total = {name: sum(parts) for name, parts in seconds.items()}
+    late = {name: sum(parts[_PARTS // 2 :]) for name, parts in seconds.items()}
     rows: dict[str, Row] = {}
     for name in ways:
         row: Row = {"seconds": total[name], "inputs": size * _PARTS}
         if name != "plain":
-            late = {way: sum(parts[_PARTS // 2 :]) for way, parts in seconds.items()}
             row["alphas"] = [alphas[name][0], alphas[name][-1]]
             row["second_half"] = late["plain"] / late[name]
         rows[name] = row | {"over_plain": total["plain"] / total[name]}
