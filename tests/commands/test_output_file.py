@@ -105,7 +105,9 @@ def test_a_job_that_is_killed_and_interrupted_gives_the_same_file(
 ):
     source, whole, path = (tmp_path / name for name in ("source", "whole", "out"))
     source.write_text("".join(text + "\n" for text in TEXTS))
-    common = arguments(pair, "--json", "--temperature=1", "--drafter=", f"--input_file={source}")
+    common = arguments(
+        pair, "--json", "--temperature=1", "--drafter=", "--gamma=0", f"--input_file={source}"
+    )
     assert specdec(*common, f"--output_file={whole}")[0] == 0
     partial = path.with_name("out.partial")
     ends = [("SIGKILL", 4, 3), ("SIGKILL", 5, 8), ("SIGTERM", 1, 9), ("SIGKILL", 99, 12)]
@@ -348,9 +350,9 @@ def test_a_job_that_learns_resumes_with_what_it_has_learnt(
         if code:
             with np.load(path.with_name("out.learned")) as file:
                 updates.append(json.loads(str(file["record"]))["updates"])
-    assert updates == [1, 2]
-    last = re.search(r"--learn: (\d+) updates", done.stderr)
-    assert int(last[1]) > 2
+    # Two updates may follow each other before an output is finished.
+    updates.append(int(re.search(r"--learn: (\d+) updates", done.stderr)[1]))
+    assert 0 < updates[0] < updates[1] < updates[2]
     assert path.read_bytes() == whole.read_bytes()
     names = sorted(file.name for file in tmp_path.iterdir())
     assert names == ["out", "out.gin", "whole", "whole.gin"]

@@ -178,7 +178,7 @@ BAD_TASKS = {
         "split: got 'train', expected one of test, validation of task toy_text",
     ),
     "vocabulary": (
-        ["--task=toy_text", "--target=STRANGER", "--drafter="],
+        ["--task=toy_text", "--target=STRANGER", "--drafter=", "--gamma=0"],
         "task: got 'toy_text', whose inputs have another vocabulary than the target: token",
     ),
     "a file that is not there": (
