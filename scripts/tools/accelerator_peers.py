@@ -92,7 +92,11 @@ def make_generate(setup: ReportSetup, preset: str, static: bool) -> Callable[[],
     if static:  # one cache for all calls; with another at each one CUDA graphs would be made anew
         make = functools.partial(transformers.StaticCache, config=config)
         caches = make(max_cache_len=new + 1), make(max_cache_len=setup.input_length)
-        given["past_key_values"] = transformers.EncoderDecoderCache(*caches)
+        # Newer versions have another name for it here, too.
+        new_name = "cache" in transformers.generation.utils.ALL_CACHE_NAMES
+        given["cache" if new_name else "past_key_values"] = transformers.EncoderDecoderCache(
+            *caches
+        )
     how: dict[str, Any] = dict(do_sample=False, num_beams=1, use_cache=True, **given)
 
     def decode() -> np.ndarray:

@@ -366,9 +366,11 @@ def make_predictor(target: LanguageModel, beams: BeamOptions | None = None) -> P
         tokens, aux = model.predict_batch_with_aux(params, batch, **options)
         return tokens, aux["scores"]
 
-    return lambda inputs, steps: jax.device_get(
-        predict(params, np.asarray(inputs, np.int32), steps)
-    )
+    def call(inputs: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
+        with jax.numpy_dtype_promotion("standard"):  # T5X adds numbers of several dtypes
+            return jax.device_get(predict(params, np.asarray(inputs, np.int32), steps))
+
+    return call
 
 
 def make_variant(
