@@ -555,7 +555,6 @@ def test_the_figures_of_calls_can_be_measured(script, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # other libraries' own, where they are installed
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_all_figures_can_be_measured(script, tmp_path, dtype):
     path = tmp_path / "a.json"

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from specdec_jax.analysis import timing, variants
+from specdec_jax.analysis import matmul_roofline, timing, variants
 from specdec_jax.drafters.assisted import AssistedNGramDrafter
 from specdec_jax.drafters.best_of import BestOf
 from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
@@ -47,7 +47,7 @@ TEXTS = ("ende", "wiki_pe", "wikitext2", "scitldr", "dialogsum")
 
 
 def measure_pair(settings: Settings) -> Rows:
-    """Measures the bundled pair, in float32 and as it is stored."""
+    """Measures the bundled pair in float32, as it is stored, and with inputs of 8 bits."""
     cases = {
         "plain, float32": Case("none"),
         "speculative, float32, γ = 4": drafts(4),
@@ -56,6 +56,9 @@ def measure_pair(settings: Settings) -> Rows:
         "plain, int8": Case("int8"),
         "speculative, int8, γ = 4": drafts(4, "int8"),
         'speculative, int8, `gamma="auto"`': drafts("auto", "int8"),
+        "plain, `w8a8`": Case("w8a8"),
+        "speculative, `w8a8`, γ = 4": drafts(4, "w8a8"),
+        'speculative, `w8a8`, `gamma="auto"`': drafts("auto", "w8a8"),
     }
     texts = read_sentences(settings, ("ende", "wiki_pe"), settings.choose(40, 10))
     passes = settings.choose(3, 2)
@@ -289,18 +292,35 @@ def measure_beams(settings: Settings) -> Rows:
 
 
 def measure_steps(settings: Settings) -> Rows:
-    """Measures v, a call over several positions, and c, a drafted token, in plain iterations."""
+    """Measures v, a call over several positions, and c, a drafted token, in plain iterations.
+
+    Beside them stand the products of a call alone, without which no call can be.
+    """
     rows: dict[str, Row] = {}
-    for form, label in (("none", "float32"), ("int8", "int8")):
-        pair = load_target(form), make_bundled()
-        rows |= time_iterations(label, *pair, (1, 3, 4, 7), settings.choose(15, 5))
+    for form, label in (("none", "float32"), ("int8", "int8"), ("w8a8", "`w8a8`")):
+        target, drafter = load_target(form), make_bundled()
+        bare = {
+            f"{label}, products alone of a call over {gamma + 1}": call
+            for gamma in (0, 4)
+            for call in matmul_roofline.bare_variants(target, None, 1, (gamma,)).values()
+        }
+        passes = settings.choose(15, 5)
+        rows |= time_iterations(label, target, drafter, (1, 3, 4, 7), passes, bare)
     return {"steps": rows}
 
 
 def time_iterations(
-    label: str, target: LanguageModel, drafter: Any, gammas: Sequence[int], passes: int
+    label: str,
+    target: LanguageModel,
+    drafter: Any,
+    gammas: Sequence[int],
+    passes: int,
+    more: Mapping[str, timing.Call] = {},
 ) -> dict[str, Row]:
-    """Returns milliseconds of iterations, and their ratio to one of plain decoding."""
+    """Returns milliseconds of iterations, and their ratio to one of plain decoding.
+
+    `more` are calls of `timing.STEPS` steps that are timed in turn with them.
+    """
     how = dict(max_new_tokens=NEW_TOKENS)
     plain = f"{label}, plain"
     state = timing.iteration_state(target, None, 1, 16, 0, **how)
@@ -309,6 +329,7 @@ def time_iterations(
         state = timing.iteration_state(target, drafter, 1, 16, gamma, **how)
         steps[f"{label}, call over {gamma + 1} positions"] = timing.call_variant(*state)
         steps[f"{label}, iteration with γ = {gamma}"] = timing.iteration_variant(*state)
+    steps |= more
     variants.warm_up({}, steps, [])
     seconds = variants.time_steps(steps, passes)
     return {

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from specdec_jax.analysis import formulas
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.generate import FOREVER, advance
 from specdec_jax.decoding.planning import plan_decoding
@@ -24,8 +25,18 @@ from specdec_jax.models.t5 import T5Config
 from tools.results.cases import forget_programs
 from tools.results.stage import Row, Rows, Settings
 
+
+class _Shape(NamedTuple):
+    """The shape of a model of equally deep encoder and decoder."""
+
+    width: int
+    heads: int
+    layers: int
+    hidden: int
+
+
 _GAMMA, _ALPHA = 4, 0.75
-_WIDTH, _HEADS, _LAYERS, _HIDDEN = 256, 4, 2, 512  # of the target; heads have 64 features
+_TARGET, _DRAFTER, _HEAD_DIM = _Shape(256, 4, 2, 512), _Shape(64, 1, 1, 128), 64
 _NUMBER = 4  # bytes of a float32
 # Time that is on no account of the growing parts, such as the start of kernels, makes slopes of
 # small sizes smaller than demanded; noise makes some greater.
@@ -54,29 +65,42 @@ _BASE = {"batch": Size(new_tokens=64), "vocabulary": Size(new_tokens=64)}
 @functools.lru_cache(maxsize=2)
 def make_models(vocabulary: int) -> tuple[LanguageModel, ModelDrafter]:
     """Returns a target and a drafter with random weights."""
-    shape = T5Config(vocabulary, _WIDTH, _HEADS, 64, _LAYERS, _LAYERS, _HIDDEN, dtype="float32")
-    small = shape.replace(emb_dim=64, num_heads=1, num_encoder_layers=1, num_decoder_layers=1)
     target, drafter = (
-        LanguageModel.random(config, eos_ids=()) for config in (shape, small.replace(mlp_dim=128))
+        LanguageModel.random(
+            T5Config(vocabulary, width, heads, _HEAD_DIM, layers, layers, hidden, dtype="float32"),
+            eos_ids=(),
+        )
+        for width, heads, layers, hidden in (_TARGET, _DRAFTER)
     )
     return target, ModelDrafter(drafter)
 
 
-def count_demands(size: Size) -> dict[str, float]:
-    """Returns the operations, the bytes read and written, and the bytes kept, of plain decoding."""
+def count_demands(size: Size, drafts: bool = False) -> dict[str, float]:
+    """Returns the operations, the bytes read and written, and the bytes kept, of a decode."""
+    if not drafts:
+        return _count_model(_TARGET, size, size.new_tokens, 1)
+    calls = formulas.expected_calls(_ALPHA, _GAMMA, size.new_tokens)
+    target = _count_model(_TARGET, size, calls, _GAMMA + 1)
+    drafter = _count_model(_DRAFTER, size, calls * _GAMMA, 1)
+    return {name: target[name] + drafter[name] for name in target}
+
+
+def _count_model(shape: _Shape, size: Size, calls: float, positions: int) -> dict[str, float]:
+    """Counts a model's part, given how often it is called over how many positions of each row."""
     rows, length, new, vocabulary = size
-    inner, inputs = _HEADS * 64, size.rows * size.input_length
-    encoder = _LAYERS * (4 * _WIDTH * inner + 3 * _WIDTH * _HIDDEN)
-    step = _LAYERS * (6 * _WIDTH * inner + 3 * _WIDTH * _HIDDEN) + _WIDTH * vocabulary
-    once = encoder + _LAYERS * 2 * _WIDTH * inner  # keys and values of cross-attention too
-    # Slots that a step reads, of self-attention and cross-attention, added up over all steps.
-    slots = rows * (new * (new + 1) / 2 + new * length)
-    operations: float = 2 * inputs * once + 4 * _LAYERS * inner * inputs * length
-    operations += 2 * rows * new * step + 4 * _LAYERS * inner * slots
-    activations = inputs * (3 * inner + 2 * _WIDTH + 2 * _HIDDEN)
-    moved = once + _LAYERS * activations + new * step + 2 * _LAYERS * inner * slots
-    caches = 2 * _LAYERS * inner * rows * (length + new)
-    kept = once + step + _WIDTH * vocabulary + caches + activations
+    width, hidden, layers = shape.width, shape.hidden, shape.layers
+    inner, inputs = shape.heads * _HEAD_DIM, rows * length
+    encoder = layers * (4 * width * inner + 3 * width * hidden)
+    step = layers * (6 * width * inner + 3 * width * hidden) + width * vocabulary
+    once = encoder + layers * 2 * width * inner  # keys and values of cross-attention too
+    # Slots that all calls together read, of self-attention and cross-attention.
+    slots = rows * calls * ((new + 1) / 2 + length)
+    operations: float = 2 * inputs * once + 4 * layers * inner * inputs * length
+    operations += positions * (2 * rows * calls * step + 4 * layers * inner * slots)
+    activations = inputs * (3 * inner + 2 * width + 2 * hidden)
+    moved = once + layers * activations + calls * step + 2 * layers * inner * slots
+    caches = 2 * layers * inner * rows * (length + new)
+    kept = once + step + width * vocabulary + caches + activations
     return {"operations": operations, "moved": _NUMBER * moved, "kept": _NUMBER * kept}
 
 
@@ -140,7 +164,7 @@ def measure_scaling(settings: Settings) -> Rows:
                 [getattr(size, field) for size in sizes],
                 [min(program.seconds[1:]) for program in programs],
                 [program.arguments + program.temporaries for program in programs],
-                [count_demands(size) for size in sizes],
+                [count_demands(size, drafts) for size in sizes],
             )
             rows[f"{axis} {form}"] = {f"{row['value']:,}": row for row in described}
         make_models.cache_clear()

@@ -53,13 +53,17 @@ def measure_paper(settings: Settings) -> Rows:
     """Measures pairs of shapes as in the paper's table 2, with T5-large in place of T5-XXL."""
     preset, steps = "t5_1_1/large", {}
     target, cases = make_random(preset), {"T5-large, plain": Case(preset)}
-    drafters = {"T5-small": ("t5_1_1/small", 0.75), "T5-base": ("t5_1_1/base", 0.80)}
+    drafters = {
+        "T5-small": ("t5_1_1/small", 0.75, False),
+        "T5-small in int8": ("t5_1_1/small", 0.75, True),
+        "T5-base": ("t5_1_1/base", 0.80, False),
+    }
     if settings.quick:
         del drafters["T5-base"]
     gammas = (7,) if settings.quick else (5, 7)
-    for drafter, (shape, alpha) in drafters.items():
+    for drafter, (shape, alpha, int8) in drafters.items():
         forget_programs()
-        model, label = ModelDrafter(make_random(shape)), f"T5-large with {drafter}"
+        model, label = ModelDrafter(make_random(shape), int8=int8), f"T5-large with {drafter}"
         steps |= time_iterations(label, target, model, gammas, settings.choose(3, 1))
         for gamma in gammas:
             name = f"{label}, γ = {gamma}, accepted with α = {alpha:.2f}"
