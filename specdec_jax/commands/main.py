@@ -393,7 +393,8 @@ def _make_options(
     where = ", ".join(values.gin_file) or "--gin.NAME=value"
     try:
         _register(cls)
-        gin.parse_config_files_and_bindings(values.gin_file, bindings)
+        with gin.unlock_config():  # afterwards, too: T5X, say, registers what it has when imported
+            gin.parse_config_files_and_bindings(values.gin_file, bindings)
         options = gin.get_configurable(cls)()
     except RecursionError as error:
         got = "settings nested too deeply or in a circle"
