@@ -303,12 +303,11 @@ def test_the_command_line(settings, finished, tmp_path, capsys):
         "--compilation_cache_dir=",
         "--dtype=float32",
         "--max_new_tokens=6",
-        "--gamma=2",
         "--json",
         "bara ceni",
     ]
     records = []
-    for arguments in ([], [f"--drafter={drafter}"]):
+    for arguments in ([], [f"--drafter={drafter}", "--gamma=2"]):
         assert main.main(["generate", f"--target={target}", *arguments, *options]) == 0
         records.append(json.loads(capsys.readouterr().out))
     assert records[0]["tokens"] == records[1]["tokens"] and records[1]["stats"]["drafted"] > 0
