@@ -254,7 +254,7 @@ class OnlineDistillation:
             self._waiting.append(_Example(np.asarray(inputs, np.int32), tokens, len(prefix)))
 
     def pause(self) -> None:
-        """Stops the clock until the next output: the time until then is not that of decoding."""
+        """Stops the clock until the next output: of the time until then only learning counts."""
         self._before, self._clock = self.elapsed, None
 
     @isolated
@@ -285,7 +285,7 @@ class OnlineDistillation:
         self.agreements.append(Agreement(*map(int, jax.device_get(agreement))))
         jax.block_until_ready(jax.tree.leaves(self._drafter))
         self.updates += 1
-        seconds = time.perf_counter() - start
+        seconds = self._take_time(start)
         if shape in self._compiled:
             self.seconds, self._cost = self.seconds + seconds, seconds
         else:
@@ -307,7 +307,7 @@ class OnlineDistillation:
         buffer = io.BytesIO()
         np.savez(buffer, record=np.array(json.dumps(record)), **jax.device_get(leaves))
         write_file(path, buffer.getvalue())
-        self.seconds += time.perf_counter() - start
+        self.seconds += self._take_time(start)
         self._saved, self._due = self.updates, self.elapsed + every
 
     _due = 0.0  # when `save` writes again
@@ -350,14 +350,31 @@ class OnlineDistillation:
     def summary(self) -> str:
         """Returns a line about what was learnt."""
         if not self.updates:
-            too_short = "it was too short a time" if self._drafts else "nothing was drafted"
-            return f"nothing was learnt from {self.outputs} outputs: {self.ended or too_short}"
+            why = self.ended or self._why_nothing()
+            return f"nothing was learnt from {self.outputs} outputs: {why}"
         recent = self.agreements[-_COMPARED:]
         tokens, right, first = (sum(counts) for counts in zip(*recent)) if recent else (0, 0, 0)
         took = f"{self.updates} updates took {self.seconds:.1f} s of {self.elapsed:.1f} s"
         more = f", {self.compile_seconds:.1f} s more for compilation"
         said = f"; of the last {tokens} tokens {right} were right, {first} without" * bool(recent)
         return f"{took}{more}{said}{self.ended and '; ended: '}{self.ended}"
+
+    def _why_nothing(self) -> str:
+        """Returns why there was no update, although the learning has not ended."""
+        if self.outputs and not self._drafts:
+            return "nothing was drafted"
+        if self.outputs < _FIRST_OUTPUTS:
+            return f"it begins after {_FIRST_OUTPUTS}"
+        if len(self._waiting) < _WAITING:
+            return f"fewer than {_WAITING} had tokens, and inputs of at most {_LONGEST} ids"
+        return "it was too short a time"
+
+    def _take_time(self, start: float) -> float:
+        """Returns the seconds since `start`, which was learning, in a pause too."""
+        seconds = time.perf_counter() - start
+        if self._clock is None:
+            self._before += seconds
+        return seconds
 
     def _choose_shape(self) -> _Shape | None:
         """Returns the smallest compiled shape of which a batch waits, or a new one, or None."""
