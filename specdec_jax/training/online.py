@@ -159,6 +159,7 @@ class OnlineDistillation:
 
     Attributes:
       updates, outputs: number of updates, and of outputs that were seen.
+      expected: as below; a job that resumes may set it anew, after `restore`.
       seconds: what learning took, beside `compile_seconds`.
       compile_seconds: what the first update of each shape took.
       ended: why it has ended; "" if it goes on.
@@ -201,7 +202,7 @@ class OnlineDistillation:
             raise mismatch_error("learner", got, "numbers in (0, 1), a share of 1 too")
         if expected is not None:
             arguments.check_integer("expected", expected, 0)
-        self._target, self._first, self._expected = target, drafter, expected
+        self._target, self._first, self.expected = target, drafter, expected
         self._share, self._optimizer = share_of_time, make_online_optimizer(learning_rate)
         config = drafter.model.config.replace(dtype="float32", matmul_dtype=None, dropout_rate=0.0)
         self._objective = Objective(config.module())
@@ -233,7 +234,7 @@ class OnlineDistillation:
     @property
     def _outputs_left(self) -> int:
         """Number of outputs to come; as many as there were, where that is not known."""
-        return self.outputs if self._expected is None else self._expected - self.outputs
+        return self.outputs if self.expected is None else self.expected - self.outputs
 
     @property
     def _decoding(self) -> float:
