@@ -299,6 +299,7 @@ class OnlineDistillation:
 
         Nothing is written if nothing was learnt since, or less than `every` seconds ago.
         """
+        arguments.check_path("path", path)
         if self._saved == self.updates or (every and self.elapsed < self._due):
             return
         start = time.perf_counter()
@@ -320,6 +321,7 @@ class OnlineDistillation:
         Raises:
           ValueError: the file is damaged, or is of another drafter.
         """
+        arguments.check_path("path", path)
         leaves, structure = jax.tree.flatten(self._state)
         most = MOST_BYTES + 2 * sum(leaf.nbytes for leaf in leaves)
         try:
