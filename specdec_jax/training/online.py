@@ -201,7 +201,7 @@ class OnlineDistillation:
             got = f"learning_rate={learning_rate}, share_of_time={share_of_time}"
             raise mismatch_error("learner", got, "numbers in (0, 1), a share of 1 too")
         if expected is not None:
-            arguments.check_integer("expected", expected, 0)
+            arguments.check_integer("expected", expected, 0, 2**63 - 1)
         self._target, self._first, self.expected = target, drafter, expected
         self._share, self._optimizer = share_of_time, make_online_optimizer(learning_rate)
         config = drafter.model.config.replace(dtype="float32", matmul_dtype=None, dropout_rate=0.0)
