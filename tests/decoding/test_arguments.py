@@ -282,6 +282,10 @@ OTHERS = {
         lambda: sd.OnlineDistillation(tiny_t5(0), sd.ModelDrafter(tiny_t5(1))).restore(3),
         "path: got 3, expected a path",
     ),
+    "outputs to learn from": (
+        lambda: sd.OnlineDistillation(tiny_t5(0), sd.ModelDrafter(tiny_t5(1)), expected=10**400),
+        "expected: got 1000.*, expected an integer from 0 to",
+    ),
     "learning rate": (
         lambda: sd.OnlineDistillation(TARGET, DRAFTER, learning_rate="a"),
         "learning_rate: got 'a', expected a number in",
