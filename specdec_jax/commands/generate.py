@@ -450,7 +450,8 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
                 refill=continuous_batching.should_refill(rows, len(inputs), config.deadline),
                 skip=journal.done.union(range(start), range(numbers.stop, len(inputs))),
             )
-            with _keep_learned(learner, journal) as save:
+            left = config.num_samples * (len(numbers) - len(journal.done))
+            with _keep_learned(learner, journal, left) as save:
                 for number, rows_of_one in outputs:
                     lines = source.lines(number, rows_of_one)
                     journal.add(number, lines, endings.add(number, rows_of_one))
@@ -487,9 +488,9 @@ def _check_learned(learner: "OnlineDistillation | SuffixHistory | None", journal
 
 @contextlib.contextmanager
 def _keep_learned(
-    learner: "OnlineDistillation | SuffixHistory | None", journal: Journal
+    learner: "OnlineDistillation | SuffixHistory | None", journal: Journal, left: int
 ) -> Iterator[Callable[[], None]]:
-    """Restores what a learner kept, and yields what saves it now and then.
+    """Restores what a learner kept, with `left` outputs to come; yields what saves it now and then.
 
     It is called when a result is in the journal, and the learner sees a result only later: what is
     saved never knows a row that a resumed job decodes again.
@@ -502,6 +503,8 @@ def _keep_learned(
         learner.restore(path)
     else:
         path.unlink(missing_ok=True)  # another job's, which this one does not resume
+    if hasattr(learner, "expected"):  # what trains a model
+        learner.expected = learner.outputs + left
     try:
         yield lambda: learner.save(path, every=_SAVE_SECONDS)
     except BaseException:

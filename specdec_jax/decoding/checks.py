@@ -180,12 +180,13 @@ def verifier_settings(
     beside = f"with verifier={verifier.name!r}"
     for name, value in chosen.items():
         if name in own:
-            got = f"{value} and {own[name]} of the verifier"
+            got = f"{arguments.quote(value)} and {own[name]} of the verifier"
             raise UnsupportedCombination(f"{name}: got {got}, expected one of them")
         if name not in parameters:
             known = (*verifiers.VERIFIERS.values(), verifiers.SYNTHETIC)
             owners = " or ".join(repr(one.name) for one in known if name in dict(one.parameters))
-            raise UnsupportedCombination(f"{name}: got {value} {beside}, expected {owners}")
+            got = f"{arguments.quote(value)} {beside}"
+            raise UnsupportedCombination(f"{name}: got {got}, expected {owners}")
     if not parameters:
         return None
     if not width:
@@ -198,7 +199,7 @@ def verifier_settings(
         raise UnsupportedCombination(f"{name}: got none {beside}, expected {expected}")
     if verifier.sampled_only and not np.all(np.greater(sampling.temperature, 0)):
         expected = "more than 0 (at 0 it would accept the argmax alone)"
-        got = f"{sampling.temperature} {beside}"
+        got = f"{arguments.quote(sampling.temperature)} {beside}"
         raise UnsupportedCombination(f"temperature: got {got}, expected {expected}")
     return {
         name: _make_setting(name, value, batch, fraction=name in given)
@@ -214,7 +215,7 @@ def _make_setting(name: str, value: Any, batch: int, fraction: bool) -> np.ndarr
     expected = "a number in (0, 1]" if fraction else "a finite number"
     array = arguments.check_numbers(name, value, expected).astype(np.float32)
     if not np.all((array > 0) & (array <= 1) if fraction else np.isfinite(array)):
-        raise ValueError(f"{name}: got {value}, expected {expected}")
+        raise mismatch_error(name, arguments.quote(value), expected)
     return _spread_over_rows(name, array, batch)
 
 
@@ -226,7 +227,7 @@ def check_per_row(name: str, value: Any, batch: int, least: int, most: int) -> n
     expected = f"an integer from {least} to {most}"
     array = arguments.check_numbers(name, value, expected, whole=True)
     if ((array < least) | (array > most)).any():
-        raise ValueError(f"{name}: got {value}, expected {expected}")
+        raise mismatch_error(name, arguments.quote(value), expected)
     return _spread_over_rows(name, array.astype(np.int32), batch)
 
 
@@ -280,9 +281,10 @@ def check_stop(stop: Any, deadline: Any, target: LanguageModel | None = None) ->
     """
     stop = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stop, Sequence) or not all(isinstance(text, str) and text for text in stop):
-        raise ValueError(f"stop: got {stop!r}, expected strings that are not empty")
+        raise ValueError(f"stop: got {arguments.quote(stop)}, expected strings that are not empty")
     if deadline is not None and not (arguments.is_number(deadline) and deadline > 0):
-        raise ValueError(f"deadline: got {deadline!r}, expected seconds, more than 0")
+        got = arguments.quote(deadline)
+        raise ValueError(f"deadline: got {got}, expected seconds, more than 0")
     if stop and target is not None and target.vocabulary is None:
         raise ValueError("stop: got strings for a model without a vocabulary, expected none")
     return tuple(stop)
@@ -291,7 +293,8 @@ def check_stop(stop: Any, deadline: Any, target: LanguageModel | None = None) ->
 def check_non_finite(non_finite: Any) -> None:
     """Raises ValueError for another word than "raise" and "report"."""
     if not isinstance(non_finite, str) or non_finite not in ("raise", "report"):
-        raise ValueError(f"non_finite: got {non_finite!r}, expected 'raise' or 'report'")
+        got = arguments.quote(non_finite)
+        raise ValueError(f"non_finite: got {got}, expected 'raise' or 'report'")
 
 
 def check_drafter_inputs(drafter: Drafter, longest: int) -> None:

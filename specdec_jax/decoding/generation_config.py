@@ -310,7 +310,8 @@ def check_unset(config: GenerationConfig, where: str, *names: str) -> None:
     for name in names:
         value, unset = getattr(config, name), FIELDS[name].default
         if not arguments.is_default(value, unset):
-            raise UnsupportedCombination(f"{name}: got {value!r} {where}, expected {unset!r}")
+            got = arguments.quote(value)
+            raise UnsupportedCombination(f"{name}: got {got} {where}, expected {unset!r}")
 
 
 def _read_doc(field: dataclasses.Field) -> str:

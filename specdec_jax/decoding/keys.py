@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.models import arguments
 from specdec_jax.speculative.randomness import make_key, to_threefry
 
 
@@ -57,7 +58,7 @@ def check_keys(key: Any, batch: int) -> None:
         return
     if not isinstance(key, jax.Array):
         expected = "jax.random.key(seed), or one such key per input"
-        raise ValueError(f"key: got {key!r}, expected {expected}")
+        raise ValueError(f"key: got {arguments.quote(key)}, expected {expected}")
     shape = jax.eval_shape(to_threefry, key).shape
     if shape not in ((), (batch,)):
         raise ValueError(f"key: got {shape[0]} keys, expected one or {batch} (one per input)")

@@ -49,8 +49,8 @@ class BeamOptions:
 
     def __post_init__(self):
         if not isinstance(self.beam_style, str) or self.beam_style not in STYLES:
-            styles = ", ".join(STYLES)
-            raise ValueError(f"beam_style: got {self.beam_style!r}, expected one of {styles}")
+            got, styles = arguments.quote(self.beam_style), ", ".join(STYLES)
+            raise ValueError(f"beam_style: got {got}, expected one of {styles}")
         t5x, check = self.beam_style == "t5x", arguments.check_integer
         check("num_beams", self.num_beams, 1, 1024)
         check("num_return_sequences", self.num_return_sequences, 1, self.num_beams, " = num_beams")
@@ -126,9 +126,10 @@ def check_beam_options(num_beams: int | None = None, **others: Any) -> BeamOptio
         return BeamOptions(num_beams, **others)
     for field in dataclasses.fields(BeamOptions)[1:]:
         if not arguments.is_default(others.get(field.name), field.default):
+            got = arguments.quote(others[field.name])
+            expected = repr(field.default)
             raise UnsupportedCombination(
-                f"{field.name}: got {others[field.name]!r} without num_beams, "
-                f"expected {field.default!r}"
+                f"{field.name}: got {got} without num_beams, expected {expected}"
             )
     return None
 
@@ -137,7 +138,7 @@ def check_greedy(mode: SamplingMode, temperature: object, hint: str = "") -> Non
     """Rejects sampling, of which a beam search has none."""
     if not mode.greedy:
         raise UnsupportedCombination(
-            f"temperature: got {temperature} with num_beams, expected 0: "
+            f"temperature: got {arguments.quote(temperature)} with num_beams, expected 0: "
             f"beam search draws nothing{hint}"
         )
 
@@ -146,7 +147,7 @@ def check_drafting(drafter: Any, gamma: Any) -> None:
     """Rejects a drafter that is no `BeamDrafter`, and a `gamma` that is no number of levels."""
     if isinstance(gamma, Policy) or arguments.as_array(gamma).ndim:
         raise UnsupportedCombination(
-            f"gamma: got {gamma!r} with num_beams, expected 'auto' or one integer, "
+            f"gamma: got {arguments.quote(gamma)} with num_beams, expected 'auto' or one integer, "
             "the levels of the tree"
         )
     if isinstance(drafter, Drafter) and not isinstance(drafter, BeamDrafter):

@@ -91,7 +91,7 @@ def resolve_tree(
         isinstance(gamma, str) or not hasattr(gamma, "__index__") and not hasattr(gamma, "__len__")
     ):
         raise UnsupportedCombination(
-            f"gamma: got {gamma!r} with a tree, expected 'auto', an integer, "
+            f"gamma: got {arguments.quote(gamma)} with a tree, expected 'auto', an integer, "
             "the most nodes that are drafted, or a "
             "policy: Heuristic, CostAware, Entropy, EntropyBound or Confidence"
         )

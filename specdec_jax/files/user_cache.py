@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from specdec_jax.files.locks import lock_folder
 
 _ABANDONED = 86_400  # seconds after which an unlocked temporary folder is nobody's
+_INSIDE = "inside"  # name of what is yielded in one
 
 
 def cache_folder() -> pathlib.Path:
@@ -52,12 +53,14 @@ def scratch_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """
     for left in folder.glob("tmp-*"):
         with contextlib.suppress(OSError, ValueError):  # ValueError: a process works there
-            if time.time() - left.stat().st_mtime > _ABANDONED:
+            # Where there are no locks, the time counts at which the user touched what it was given.
+            touched = max(path.stat().st_mtime for path in (left, *left.glob(_INSIDE)))
+            if time.time() - touched > _ABANDONED:
                 with lock_folder(left):
                     shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix="tmp-", dir=folder, ignore_cleanup_errors=True) as path:
         with lock_folder(path):
-            (inside := pathlib.Path(path, "inside")).mkdir()
+            (inside := pathlib.Path(path, _INSIDE)).mkdir()
             yield inside
 
 

@@ -301,6 +301,8 @@ def _as_ids(name: str, ids: Any) -> Int[np.ndarray, "B T"]:
     sound = array.ndim == 2 and (not array.size or np.issubdtype(array.dtype, np.integer))
     if not sound or (array.size and (array.min() < -(2**31) or array.max() >= 2**31)):
         raise mismatch_error(name, arguments.quote(ids), "rows of ids, all of one length")
+    if not len(array):
+        raise mismatch_error(name, "no rows", "at least one")
     return array.astype(np.int32)
 
 

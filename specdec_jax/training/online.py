@@ -159,6 +159,7 @@ class OnlineDistillation:
 
     Attributes:
       updates, outputs: number of updates, and of outputs that were seen.
+      expected: as below; a job that resumes may set it anew, after `restore`.
       seconds: what learning took, beside `compile_seconds`.
       compile_seconds: what the first update of each shape took.
       ended: why it has ended; "" if it goes on.
@@ -200,8 +201,8 @@ class OnlineDistillation:
             got = f"learning_rate={learning_rate}, share_of_time={share_of_time}"
             raise mismatch_error("learner", got, "numbers in (0, 1), a share of 1 too")
         if expected is not None:
-            arguments.check_integer("expected", expected, 0)
-        self._target, self._first, self._expected = target, drafter, expected
+            arguments.check_integer("expected", expected, 0, 2**63 - 1)
+        self._target, self._first, self.expected = target, drafter, expected
         self._share, self._optimizer = share_of_time, make_online_optimizer(learning_rate)
         config = drafter.model.config.replace(dtype="float32", matmul_dtype=None, dropout_rate=0.0)
         self._objective = Objective(config.module())
@@ -233,7 +234,7 @@ class OnlineDistillation:
     @property
     def _outputs_left(self) -> int:
         """Number of outputs to come; as many as there were, where that is not known."""
-        return self.outputs if self._expected is None else self._expected - self.outputs
+        return self.outputs if self.expected is None else self.expected - self.outputs
 
     @property
     def _decoding(self) -> float:
@@ -254,7 +255,7 @@ class OnlineDistillation:
             self._waiting.append(_Example(np.asarray(inputs, np.int32), tokens, len(prefix)))
 
     def pause(self) -> None:
-        """Stops the clock until the next output: the time until then is not that of decoding."""
+        """Stops the clock until the next output: of the time until then only learning counts."""
         self._before, self._clock = self.elapsed, None
 
     @isolated
@@ -285,7 +286,7 @@ class OnlineDistillation:
         self.agreements.append(Agreement(*map(int, jax.device_get(agreement))))
         jax.block_until_ready(jax.tree.leaves(self._drafter))
         self.updates += 1
-        seconds = time.perf_counter() - start
+        seconds = self._take_time(start)
         if shape in self._compiled:
             self.seconds, self._cost = self.seconds + seconds, seconds
         else:
@@ -298,6 +299,7 @@ class OnlineDistillation:
 
         Nothing is written if nothing was learnt since, or less than `every` seconds ago.
         """
+        arguments.check_path("path", path)
         if self._saved == self.updates or (every and self.elapsed < self._due):
             return
         start = time.perf_counter()
@@ -307,7 +309,7 @@ class OnlineDistillation:
         buffer = io.BytesIO()
         np.savez(buffer, record=np.array(json.dumps(record)), **jax.device_get(leaves))
         write_file(path, buffer.getvalue())
-        self.seconds += time.perf_counter() - start
+        self.seconds += self._take_time(start)
         self._saved, self._due = self.updates, self.elapsed + every
 
     _due = 0.0  # when `save` writes again
@@ -319,6 +321,7 @@ class OnlineDistillation:
         Raises:
           ValueError: the file is damaged, or is of another drafter.
         """
+        arguments.check_path("path", path)
         leaves, structure = jax.tree.flatten(self._state)
         most = MOST_BYTES + 2 * sum(leaf.nbytes for leaf in leaves)
         try:
@@ -350,14 +353,31 @@ class OnlineDistillation:
     def summary(self) -> str:
         """Returns a line about what was learnt."""
         if not self.updates:
-            too_short = "it was too short a time" if self._drafts else "nothing was drafted"
-            return f"nothing was learnt from {self.outputs} outputs: {self.ended or too_short}"
+            why = self.ended or self._why_nothing()
+            return f"nothing was learnt from {self.outputs} outputs: {why}"
         recent = self.agreements[-_COMPARED:]
         tokens, right, first = (sum(counts) for counts in zip(*recent)) if recent else (0, 0, 0)
         took = f"{self.updates} updates took {self.seconds:.1f} s of {self.elapsed:.1f} s"
         more = f", {self.compile_seconds:.1f} s more for compilation"
         said = f"; of the last {tokens} tokens {right} were right, {first} without" * bool(recent)
         return f"{took}{more}{said}{self.ended and '; ended: '}{self.ended}"
+
+    def _why_nothing(self) -> str:
+        """Returns why there was no update, although the learning has not ended."""
+        if self.outputs and not self._drafts:
+            return "nothing was drafted"
+        if self.outputs < _FIRST_OUTPUTS:
+            return f"it begins after {_FIRST_OUTPUTS}"
+        if len(self._waiting) < _WAITING:
+            return f"fewer than {_WAITING} had tokens, and inputs of at most {_LONGEST} ids"
+        return "it was too short a time"
+
+    def _take_time(self, start: float) -> float:
+        """Returns the seconds since `start`, which was learning, in a pause too."""
+        seconds = time.perf_counter() - start
+        if self._clock is None:
+            self._before += seconds
+        return seconds
 
     def _choose_shape(self) -> _Shape | None:
         """Returns the smallest compiled shape of which a batch waits, or a new one, or None."""

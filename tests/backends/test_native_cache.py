@@ -1,5 +1,6 @@
 """The folder that the CPU's kernels are kept in."""
 
+import contextlib
 import os
 import pathlib
 import re
@@ -149,3 +150,17 @@ def test_what_is_in_use_stays(tmp_path):
         with user_cache.scratch_folder(folder):
             assert long.exists() and len(names(folder)) == 2
     assert names(folder) == []
+
+
+@pytest.mark.parametrize("touched", [False, True])
+def test_what_is_touched_stays_without_locks(tmp_path, monkeypatch, touched):
+    """As on NFS and Windows; a training run into a store touches its folder."""
+    monkeypatch.setattr(user_cache, "lock_folder", lambda path: contextlib.nullcontext())
+    folder = user_cache.private_folder("runs")
+    with user_cache.scratch_folder(folder) as long:
+        for path in (long, long.parent):
+            os.utime(path, (time.time() - 2 * user_cache._ABANDONED,) * 2)
+        if touched:
+            os.utime(long)
+        with user_cache.scratch_folder(folder):
+            assert long.exists() == touched

@@ -358,6 +358,31 @@ def test_a_job_that_learns_resumes_with_what_it_has_learnt(
     assert names == ["out", "out.gin", "whole", "whole.gin"]
 
 
+@slow
+def test_a_job_that_resumes_learns_for_the_outputs_that_are_left(
+    specdec, pair, tmp_path, monkeypatch
+):
+    from specdec_jax.training.online import OnlineDistillation
+
+    add, seen = Journal.add, []
+
+    def interrupt(*given):
+        add(*given)
+        raise KeyboardInterrupt
+
+    def summary(learner):
+        seen.append((learner.expected, learner.outputs))
+        return ""
+
+    monkeypatch.setattr(OnlineDistillation, "summary", summary)
+    common = [*arguments(pair, "--learn"), f"--output_file={tmp_path / 'out'}", *TEXTS]
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", interrupt)
+        assert specdec(*common)[0] == 130
+    assert specdec(*common)[0] == 0
+    assert seen == [(len(TEXTS) - 1, len(TEXTS) - 1)]
+
+
 # Ends before the N-th text of a history is written, or after it.
 KEEPING = """
 import os, signal, sys

@@ -20,6 +20,7 @@ ARRAY = dict(inputs=np.array([[3, 4], [5, 1]]))
 RAGGED = [[1], [1, 2]]
 TREE = sd.Tree.uniform((2, 1))
 TWO_BEAMS = dict(num_beams=2)
+MANY, WARM = np.full(99, 0.5), dict(sampling=SamplingConfig(temperature=1.0))
 
 GENERATE = [
     (dict(inputs=None), "inputs: got None, expected a list of strings or of ids"),
@@ -74,7 +75,7 @@ GENERATE = [
         dict(length_penalty=[1.0], **TWO_BEAMS),
         r"length_penalty: got \[1.0\], expected a finite number",
     ),
-    (dict(beam_style=np.ones(2), **TWO_BEAMS), "beam_style: got array"),
+    (dict(beam_style=np.ones(2), **TWO_BEAMS), r"beam_style: got \[1.0, 1.0\], expected one of"),
     (
         dict(beam_style="huggingface", early_stopping=1, **TWO_BEAMS),
         "early_stopping: got 1, expected False, True",
@@ -84,9 +85,18 @@ GENERATE = [
         r"early_stopping: got \[1.0, 1.0\], expected False, True",
     ),
     (dict(stop=5, **TWO_BEAMS), "stop: got 5 with num_beams"),
-    (dict(stop=np.ones(2), **TWO_BEAMS), "stop: got array.* with num_beams"),
-    (dict(lenience=np.ones(3), **TWO_BEAMS), "lenience: got array.* with num_beams"),
-    (dict(beam_width=np.ones(3)), "beam_width: got array.* without num_beams"),
+    (dict(stop=np.ones(2), **TWO_BEAMS), r"stop: got \[1.0, 1.0\] with num_beams"),
+    (dict(lenience=np.ones(3), **TWO_BEAMS), r"lenience: got \[1.0, 1.0, 1.0\] with num_beams"),
+    (dict(beam_width=np.ones(3)), r"beam_width: got \[1.0, 1.0, 1.0\] without num_beams"),
+    # Arrays that numpy prints on several lines.
+    (dict(lenience=MANY), r"lenience: got \[0.5, .* with verifier='block'"),
+    (dict(lenience=MANY * 4, verifier="lenient", **WARM), r"lenience: got \[2.0, .* in \(0, 1\]"),
+    (dict(max_new_tokens=MANY.astype(int)), r"max_new_tokens: got \[0, .* an integer from 1 to"),
+    (dict(deadline=np.ones((2, 2))), r"deadline: got \[\[1.0, 1.0\], .* expected seconds"),
+    (dict(stop=np.ones((2, 2))), r"stop: got \[\[1.0, 1.0\], .* expected strings"),
+    (dict(non_finite=np.ones((2, 2))), r"non_finite: got \[\[1.0, 1.0\], .* 'report'"),
+    (dict(gamma=np.ones((2, 2)), **TWO_BEAMS), r"gamma: got \[\[1.0, 1.0\], .* with num_beams"),
+    (dict(key=np.ones((2, 2))), r"key: got \[\[1.0, 1.0\], .* expected jax.random.key"),
 ]
 
 
@@ -228,6 +238,10 @@ OTHERS = {
         lambda: tiny_t5(0).logits([[3]], np.array([[0, 2**32 + 3]])),
         r"decoder_tokens: got \[\[0, 4294967299\]\], expected rows of ids",
     ),
+    "no teacher-forced rows": (
+        lambda: tiny_t5(0).logits(np.zeros((0, 2), int), np.zeros((0, 2), int)),
+        "decoder_tokens: got no rows, expected at least one",
+    ),
     "teacher-forced rows": (
         lambda: tiny_t5(0).logits([[3], [4]], [[0]]),
         "inputs: got 2 rows, expected 1, as many as decoder_tokens",
@@ -259,6 +273,18 @@ OTHERS = {
     "learning": (
         lambda: sd.OnlineDistillation(3, DRAFTER),
         "target: got int, expected a LanguageModel",
+    ),
+    "a learner's new file": (
+        lambda: sd.OnlineDistillation(tiny_t5(0), sd.ModelDrafter(tiny_t5(1))).save(3),
+        "path: got 3, expected a path",
+    ),
+    "a learner's file": (
+        lambda: sd.OnlineDistillation(tiny_t5(0), sd.ModelDrafter(tiny_t5(1))).restore(3),
+        "path: got 3, expected a path",
+    ),
+    "outputs to learn from": (
+        lambda: sd.OnlineDistillation(tiny_t5(0), sd.ModelDrafter(tiny_t5(1)), expected=10**400),
+        "expected: got 1000.*, expected an integer from 0 to",
     ),
     "learning rate": (
         lambda: sd.OnlineDistillation(TARGET, DRAFTER, learning_rate="a"),

@@ -169,10 +169,10 @@ def test_count_and_generate(specdec, folder):
     )
     assert all(map(np.array_equal, jax.tree.leaves(loaded), jax.tree.leaves(expected)))
 
-    decode = ("--dtype=float32", "--max_new_tokens=6", "--gamma=2", "--json", "Tom")
+    decode = ("--dtype=float32", "--max_new_tokens=6", "--json", "Tom")
     plain = json.loads(specdec("generate", *decode)[1])
     for name in ("lookup", "FOLDER/table.npz"):
-        code, out, err = specdec("generate", f"--drafter={name}", *decode)
+        code, out, err = specdec("generate", f"--drafter={name}", "--gamma=2", *decode)
         assert code == 0 and not err
         record = json.loads(out)
         assert record["text"] == plain["text"] and record["tokens"] == plain["tokens"]

@@ -268,6 +268,18 @@ def test_a_pause_is_no_time_of_decoding(target, drafter, clock):
     assert learner.elapsed == 4, "from the first output to the third, and again"
 
 
+def test_what_is_learnt_in_a_pause_takes_no_time_of_decoding(target, drafter, monkeypatch, clock):
+    learner = make(target, drafter)
+    fake_updates(monkeypatch, clock, learner, lambda updates: 50)
+    for number in range(40):
+        learner.pause()
+        learner.learn()
+        clock(1.0)
+        learner.saw(np.array([5]), np.zeros(1, np.int32), finished([6]))
+    assert learner.updates == learner.elapsed == learner.seconds + learner.compile_seconds > 0
+    assert learner._decoding == 0, "all other time was a pause"
+
+
 @pytest.mark.parametrize(
     "right, expected, updates, why",
     [
@@ -301,6 +313,15 @@ def test_nothing_is_compiled_for_a_short_job(target, drafter, monkeypatch, clock
     plain = make(target, drafter)
     plain.saw(np.array([5]), np.zeros(1, np.int32), finished([6], drafted=0))
     assert plain.summary() == "nothing was learnt from 1 outputs: nothing was drafted"
+
+
+def test_the_summary_says_why_nothing_was_learnt(target, drafter):
+    learner = make(target, drafter)
+    feed(learner, 0, 3)
+    assert learner.summary() == "nothing was learnt from 3 outputs: it begins after 32"
+    see(learner, 40, 513, 4)
+    expected = "from 43 outputs: fewer than 8 had tokens, and inputs of at most 512 ids"
+    assert learner.summary() == f"nothing was learnt {expected}"
 
 
 def see(learner, count, inputs, outputs, prefix=1):
