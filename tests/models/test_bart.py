@@ -351,7 +351,7 @@ FILES_OF_IDS = "config.json", "generation_config.json"
 
 @pytest.mark.parametrize("name", FILES_OF_IDS)
 def test_an_m2m100_whose_outputs_start_with_padding_is_rejected(name, tmp_path):
-    """Its class gives padding no position, and later tokens other ones with a cache than without."""
+    """Its class gives padding no position, and later tokens others with a cache than without."""
     folder = tmp_path / "model"
     shutil.copytree(GOLDEN / "hf_bart" / "m2m_100", folder)
     options = {file: json.loads((folder / file).read_text()) for file in FILES_OF_IDS}
