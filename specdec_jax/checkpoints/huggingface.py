@@ -85,6 +85,8 @@ def open_folder(folder: AnyPath, reads_vocabulary: bool = True) -> Checkpoint:
     start = _read_ids(files, *reader.START, "bos_token_id") or reader.NO_START
     if len(start) != 1:
         raise mismatch_error(path, f"the start tokens {quote_value(start)}", "one")
+    if (check_start := getattr(reader, "check_start", None)) is not None:
+        check_start(path, options, start[0], config)
     eos_ids = _read_ids(files, "eos_token_id")
     # As in transformers, an id below 0 ends nothing.
     eos_ids = reader.NO_EOS if eos_ids is None else tuple(i for i in eos_ids if i >= 0)

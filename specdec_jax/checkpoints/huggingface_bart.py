@@ -149,6 +149,16 @@ def open_model(
     return config, _rename_tensors(folder, config, options, tensors)
 
 
+def check_start(path: AnyPath, options: dict, start: int, config: BartConfig) -> None:
+    """Raises ValueError if outputs of an M2M-100 start with padding, to which it gives no position.
+
+    Its class computes positions from ids, and others with a cache than without one.
+    """
+    if options["model_type"] == "m2m_100" and start == config.pad_id:
+        expected = "another id than pad_token_id, which has no position in M2M-100"
+        raise mismatch_error(f"{path}: decoder_start_token_id", str(start), expected)
+
+
 def _read_config(path: AnyPath, options: dict) -> BartConfig:
     kind = _KINDS[options["model_type"]]
     defaults = _DEFAULTS | _OTHER_SIZES.get(options["model_type"], {})

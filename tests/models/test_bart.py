@@ -346,6 +346,26 @@ def test_an_mbart_without_a_start_token_starts_with_bos(tmp_path):
         sd.load(folder, "float32", say=lambda line: None)
 
 
+FILES_OF_IDS = "config.json", "generation_config.json"
+
+
+@pytest.mark.parametrize("name", FILES_OF_IDS)
+def test_an_m2m100_whose_outputs_start_with_padding_is_rejected(name, tmp_path):
+    """Its class gives padding no position, and later tokens others with a cache than without."""
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDEN / "hf_bart" / "m2m_100", folder)
+    options = {file: json.loads((folder / file).read_text()) for file in FILES_OF_IDS}
+    for file in FILES_OF_IDS:
+        options[file].pop("decoder_start_token_id", None)
+    options[name]["decoder_start_token_id"] = options["config.json"]["pad_token_id"]
+    for file in FILES_OF_IDS:
+        (folder / file).write_text(json.dumps(options[file]))
+    expected = "decoder_start_token_id: got 1, expected another id than pad_token_id"
+    with pytest.raises(ValueError, match=expected) as caught:
+        sd.load(folder, "float32", say=lambda line: None)
+    assert len(str(caught.value).splitlines()) == 1
+
+
 LANGUAGES = {
     "NllbTokenizer": ({"src_lang": "eng_Latn"}, ["eng_Latn", "a", "</s>"]),
     "NllbTokenizerFast": ({"src_lang": "deu_Latn"}, ["deu_Latn", "a", "</s>"]),
