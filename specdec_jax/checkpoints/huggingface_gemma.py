@@ -105,7 +105,7 @@ def open_model(
         text = options["model_type"] == "gemma3"
         stack = _nested(path, options, _TEXT) if text else options
         fields, shape = _read_stack(path, stack, kind), GemmaConfig
-        # Since transformers 4.52 the class that reads images does not cap logits.
+        # In transformers 5.24, the class that reads images does not cap logits.
         fields |= {"logits_cap": None} if text else {}
     fields |= {"logits_via_embedding": tied, "image_id": _read_image_id(path, options)}
     config = build(shape, fields, path, _FIELDS)

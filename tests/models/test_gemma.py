@@ -553,7 +553,7 @@ def test_the_texts_part_of_a_gemma_3_with_images_is_read(form, tmp_path):
     lines, expected = [], load("gemma3_text")
     model = sd.load(tmp_path / "model", "float32", say=lines.append)
     assert any("left out 1 tensors that read images" in line for line in lines)
-    # As in transformers since 4.52, the class for images does not cap logits; that for texts does.
+    # As in transformers 5.24, the class for images does not cap logits; that for texts does.
     assert text["final_logit_softcapping"] == expected.config.logits_cap == 2
     assert model.config == expected.config.replace(logits_cap=None)
     assert model.fingerprint == expected.fingerprint
