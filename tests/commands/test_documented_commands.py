@@ -34,7 +34,7 @@ NEEDS = {
         r"(train|validation|source)_files: got '\S*(data|runs/outputs)/\S+'",
     ),
     "languages": (r"--source_language=", r"source_language: got .* no languages"),
-    "a store": (r"=gs://", r"gs://\S+: got a URL"),
+    "a store": (r"=gs://", r".*gs://.*(a URL|Cannot connect to host)"),
     "a record of a device": (
         r"--records=(tpu|v4|gpu|accelerator)\.",
         r"\S+: .*no such|got '?(tpu|v4|gpu|accelerator)",
