@@ -59,6 +59,8 @@ def check_keys(key: Any, batch: int) -> None:
     if not isinstance(key, jax.Array):
         expected = "jax.random.key(seed), or one such key per input"
         raise ValueError(f"key: got {arguments.quote(key)}, expected {expected}")
-    shape = jax.eval_shape(to_threefry, key).shape
+    # Of typed keys it is known without half a millisecond of tracing.
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    shape = key.shape if typed else jax.eval_shape(to_threefry, key).shape
     if shape not in ((), (batch,)):
         raise ValueError(f"key: got {shape[0]} keys, expected one or {batch} (one per input)")
