@@ -47,7 +47,7 @@ TEXTS = ("ende", "wiki_pe", "wikitext2", "scitldr", "dialogsum")
 
 
 def measure_pair(settings: Settings) -> Rows:
-    """Measures the bundled pair in float32, as it is stored, and with inputs of 8 bits."""
+    """Measures the bundled pair, in float32 and as it is stored."""
     cases = {
         "plain, float32": Case("none"),
         "speculative, float32, γ = 4": drafts(4),
@@ -56,9 +56,6 @@ def measure_pair(settings: Settings) -> Rows:
         "plain, int8": Case("int8"),
         "speculative, int8, γ = 4": drafts(4, "int8"),
         'speculative, int8, `gamma="auto"`': drafts("auto", "int8"),
-        "plain, `w8a8`": Case("w8a8"),
-        "speculative, `w8a8`, γ = 4": drafts(4, "w8a8"),
-        'speculative, `w8a8`, `gamma="auto"`': drafts("auto", "w8a8"),
     }
     texts = read_sentences(settings, ("ende", "wiki_pe"), settings.choose(40, 10))
     passes = settings.choose(3, 2)
