@@ -35,6 +35,7 @@ from typing import Any
 from absl import app, flags
 
 from specdec_jax.analysis import machine
+from specdec_jax.decoding.autotune import keep_costs
 from specdec_jax.decoding.program_cache import keep_programs
 from specdec_jax.files.writing import write_file
 from tools.results.cases import forget_programs
@@ -64,6 +65,7 @@ def main(argv: list[str]) -> None:
     if not _RENDER.value:
         with tempfile.TemporaryDirectory() as folder:
             keep_programs(folder)  # stages and texts share many
+            keep_costs(pathlib.Path(folder))
             names = _ONLY.value or choose_stages(_QUICK.value)
             measure(Settings(_DATA.value, _QUICK.value), names, _AGAIN.value)
     for page in render_pages(read_records()):

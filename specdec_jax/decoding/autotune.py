@@ -217,6 +217,17 @@ def _init_drafter(
 _known: dict[str, Costs] = {}
 _learned: dict[str, Learned] = {}
 _described: dict[int, tuple[weakref.ref, str]] = {}
+_folder: pathlib.Path | None = None
+
+
+def keep_costs(folder: pathlib.Path) -> None:
+    """Keeps costs in this folder from now on, not in the user's cache; forgets what is known.
+
+    A benchmark then measures them when it measures the rest: on a busy machine they change.
+    """
+    global _folder
+    _folder = folder
+    _known.clear()
 
 
 def load_costs(key: str) -> Costs | None:
@@ -281,7 +292,7 @@ def learn(key: str, examined: int, accepted: int, tokens: int = 0, ended: int = 
 def _costs_path(key: str) -> pathlib.Path | None:
     name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     try:
-        return user_cache.private_folder("costs") / name
+        return (_folder or user_cache.private_folder("costs")) / name
     except (ValueError, OSError) as error:
         _LOG.info("%s: what was measured holds for this process", error)
         return None

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from toy_models import tiny_t5
 
+from specdec_jax.analysis.variants import Variant
 from specdec_jax.decoding.continuous_batching import decode_all
 from specdec_jax.decoding.generate import generate
 from specdec_jax.drafters.model import ModelDrafter
@@ -20,6 +21,7 @@ from tools.results import (
     copying,
     elsewhere,
     encoders,
+    large,
     loading,
     rounding_stages,
     shapes,
@@ -70,6 +72,45 @@ def test_a_draft_that_is_verified_as_a_whole_has_no_alpha():
         outputs = list(decode_all(model, [[5, 9, 7, 1]], batch_size=1, seed=0, **how))
         found = templates.describe_job(outputs, outputs, np.ones(1), np.ones(1))
         assert (found["alpha"] is not None) == rated
+
+
+def test_another_library_takes_its_turn_and_counts_nothing():
+    model = tiny_t5(0)
+    plain = dict(gamma=0, max_new_tokens=8, generation_config=None)
+
+    def decode(batch):
+        return generate(model, batch.inputs, **plain)._replace(stats=None)
+
+    others = {"another": Variant(0, decode)}
+    rows = time_cases({"plain": Case("none")}, [[5, 9, 1]], 1, lambda form: model, 8, others)
+    assert rows["another"]["alpha"] is None and rows["another"]["differing"] == 0
+    assert rows["another"]["tokens_per_call"] == 1 and rows["another"]["improvement"]["median"] > 0
+
+
+@pytest.mark.seqio
+def test_t5x_takes_its_turn():
+    pytest.importorskip("t5x", reason="T5X is not installed", exc_type=ImportError)
+    model = tiny_t5(0)
+    others = shapes.make_t5x("T5X", model)
+    rows = time_cases(
+        {"plain": Case("none")}, [[5, 9, 7, 1]], 1, lambda form: model, shapes.NEW_TOKENS, others
+    )
+    assert rows["T5X"]["differing"] == 0
+
+
+@pytest.mark.slow
+def test_models_of_8_bits_are_decoded_in_turn(monkeypatch):
+    config = tiny_t5(0).config
+    monkeypatch.setattr(large, "PRESETS", {"toy": config})
+    monkeypatch.setattr(large, "GAMMAS", (2,))
+    monkeypatch.setattr(large, "make_random", lambda preset: tiny_t5(1))
+    monkeypatch.setattr(large.peers, "make_decoder", lambda *of: {"another": len})
+    found = large.measure_size("toy", Settings(None, quick=True))
+    assert found["toy steps"]["`w8a8`, call over 3 positions"]["over_plain"] > 0
+    rows = found["toy rows"]
+    assert list(rows)[:2] == ["plain, int8", "γ = 2, int8, accepted with α = 0.75"]
+    assert rows["γ = 2, `w8a8`, accepted with α = 0.75"]["tokens_per_call"] > 1.5
+    assert rows["another"]["tokens_per_call"] == 1
 
 
 @pytest.mark.parametrize("percent", copying.CHANGED)

@@ -212,6 +212,15 @@ def test_no_folder_of_ones_own(models, home, measured):
     assert measured.calls == 2 and home.read_text() == "not a folder"
 
 
+def test_a_benchmark_measures_anew(models, home, measured, tmp_path, monkeypatch):
+    policy_of(models)
+    monkeypatch.setattr(autotune, "_folder", None)
+    autotune.keep_costs(tmp_path)
+    policy_of(models)
+    policy_of(models)
+    assert measured.calls == 2 and len(list(tmp_path.glob("*.json"))) == len(list(home.iterdir()))
+
+
 # --- What is made of it ---
 
 

@@ -88,6 +88,7 @@ def time_cases(
     passes: int,
     load: Callable[[str], LanguageModel] = load_target,
     new_tokens: int = NEW_TOKENS,
+    others: Mapping[str, Variant] = {},
 ) -> dict[str, Row]:
     """Decodes inputs one at a time by all cases in turn; the first one is the base of ratios.
 
@@ -97,8 +98,10 @@ def time_cases(
       passes: the passes that are timed, after an untimed one.
       load: returns the target of a case's form.
       new_tokens: the most new tokens.
+      others: other libraries' decoding by name, which takes its turn too.
     """
     runs = {name: Variant(0, _make_decoder(case, load, new_tokens)) for name, case in cases.items()}
+    runs |= others
     inputs = list(sentences)
     if isinstance(inputs[0], str):
         inputs = encode(load(next(iter(cases.values())).form), inputs, 512)
@@ -129,16 +132,21 @@ def _make_decoder(
 
 def describe_run(run: Variant, base: Variant) -> Row:
     """Returns the row of a way of decoding."""
-    examined = sum(int(one.stats.examined_by_position.sum()) for one in run.results)
-    calls = run.total("target_calls")
-    return {
+    row: Row = {
         "ms_per_token": 1e3 * float(np.median(run.seconds_per_token)),
         "improvement": summarize(base.seconds_per_token / run.seconds_per_token),
-        "alpha": run.total("accepted") / examined if run.has_rate else None,
-        "tokens_per_call": run.tokens / max(calls, 1),
+        "alpha": None,
+        "tokens_per_call": 1.0,
         "differing": variants.count_differing(run, base),
         "sentences": len(run.results),
     }
+    if any(one.stats is None for one in run.results):
+        return row  # another library's, which counts nothing
+    row["tokens_per_call"] = run.tokens / max(run.total("target_calls"), 1)
+    if run.has_rate:
+        examined = sum(int(one.stats.examined_by_position.sum()) for one in run.results)
+        row["alpha"] = run.total("accepted") / examined
+    return row
 
 
 def format_speed(row: Row) -> str:

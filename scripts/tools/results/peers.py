@@ -99,18 +99,7 @@ def make_encoders(config: Any, folder: str) -> dict[str, Callable[[list[int]], A
     import torch
     import transformers
 
-    shape = transformers.T5Config(
-        vocab_size=config.vocab_size,
-        d_model=config.emb_dim,
-        d_kv=config.head_dim,
-        d_ff=config.mlp_dim,
-        num_layers=config.num_encoder_layers,
-        num_decoder_layers=1,
-        num_heads=config.num_heads,
-        feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
-    )
-    model = transformers.T5ForConditionalGeneration(shape).eval()
+    model = _make_t5(config.replace(num_decoder_layers=1))
 
     def encode(ids: list[int]) -> Any:
         with torch.inference_mode():
@@ -126,7 +115,7 @@ def make_encoders(config: Any, folder: str) -> dict[str, Callable[[list[int]], A
     from ctranslate2.specs import transformer_spec
 
     spec = transformer_spec.TransformerEncoderModelSpec(T5Loader().get_model_spec(model).encoder)
-    spec.register_vocabulary([f"<{number}>" for number in range(config.vocab_size)])
+    spec.register_vocabulary(_name_ids(config))
     spec.config.unk_token = "<2>"
     spec.validate()
     spec.optimize()
@@ -142,3 +131,62 @@ def make_encoders(config: Any, folder: str) -> dict[str, Callable[[list[int]], A
     error = np.max(np.abs(encode_by_ctranslate2(given) - encode(given)))
     assert error < 1e-3, f"CTranslate2's encoder differs from transformers' by {error}"
     return calls | {f"CTranslate2 {ctranslate2.__version__}": encode_by_ctranslate2}
+
+
+def make_decoder(
+    config: Any, folder: pathlib.Path, new_tokens: int
+) -> dict[str, Callable[[list[int]], int]]:
+    """Returns a call of CTranslate2 in int8 that decodes an input; it returns the tokens' number.
+
+    {} without it.
+
+    Args:
+      config: the shape of a T5, which gets random weights.
+      folder: an empty folder for the model that CTranslate2 reads.
+      new_tokens: the number of new tokens.
+    """
+    if not is_installed("ctranslate2", "transformers", "torch"):
+        return {}
+    import ctranslate2
+    from ctranslate2.converters.transformers import T5Loader
+
+    names, spec = _name_ids(config), T5Loader().get_model_spec(_make_t5(config))
+    spec.register_source_vocabulary(names)
+    spec.register_target_vocabulary(names)
+    pad, eos, unknown = names[:3]
+    spec.config.bos_token = spec.config.decoder_start_token = pad
+    spec.config.eos_token, spec.config.unk_token = eos, unknown
+    spec.validate()
+    spec.optimize(quantization="int8")
+    spec.save(str(folder))
+    translator = ctranslate2.Translator(str(folder), compute_type="int8", intra_threads=2)
+    how = dict(beam_size=1, max_decoding_length=new_tokens, min_decoding_length=new_tokens)
+
+    def decode(ids: list[int]) -> int:
+        (result,) = translator.translate_batch([[names[i] for i in ids]], **how)
+        return len(result.hypotheses[0])
+
+    return {f"CTranslate2 {ctranslate2.__version__}, int8": decode}
+
+
+def _make_t5(config: Any) -> Any:
+    """Returns a T5 of transformers of this shape, with random weights."""
+    import transformers
+
+    shape = transformers.T5Config(
+        vocab_size=config.vocab_size,
+        d_model=config.emb_dim,
+        d_kv=config.head_dim,
+        d_ff=config.mlp_dim,
+        num_layers=config.num_encoder_layers,
+        num_decoder_layers=config.num_decoder_layers,
+        num_heads=config.num_heads,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+    )
+    return transformers.T5ForConditionalGeneration(shape).eval()
+
+
+def _name_ids(config: Any) -> list[str]:
+    """Returns a name for each id of a vocabulary that has none."""
+    return [f"<{number}>" for number in range(config.vocab_size)]

@@ -4,8 +4,11 @@ Drafted tokens are accepted at random, with the acceptance rates that the paper 
 pairs, and encoders have one layer.
 """
 
+import importlib.util
+
 import numpy as np
 
+from specdec_jax.analysis.variants import Variant
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.self_drafting import SelfDrafter
 from specdec_jax.models.language_model import LanguageModel
@@ -15,6 +18,7 @@ from tools.results.pair import time_iterations
 from tools.results.stage import Row, Rows, Settings
 
 INPUT_IDS = 64
+NEW_TOKENS = 32
 
 
 def draw_inputs(model: LanguageModel, count: int) -> list[list[int]]:
@@ -50,7 +54,10 @@ def measure_gpt(settings: Settings) -> Rows:
 
 
 def measure_paper(settings: Settings) -> Rows:
-    """Measures pairs of shapes as in the paper's table 2, with T5-large in place of T5-XXL."""
+    """Measures pairs of shapes as in the paper's table 2, with T5-large in place of T5-XXL.
+
+    T5X takes its turn where it is installed.
+    """
     preset, steps = "t5_1_1/large", {}
     target, cases = make_random(preset), {"T5-large, plain": Case(preset)}
     drafters = {
@@ -71,8 +78,18 @@ def measure_paper(settings: Settings) -> Rows:
     name = "T5-large with `self:int8`, γ = 5, accepted with α = 0.998"
     cases[name] = accept_at_random(preset, SelfDrafter(target), 5, 0.998)
     inputs, passes = draw_inputs(target, settings.choose(4, 1)), settings.choose(3, 2)
-    rows = time_cases(cases, inputs, passes, make_random, new_tokens=32)
+    others = make_t5x("T5-large, T5X", target)
+    rows = time_cases(cases, inputs, passes, make_random, NEW_TOKENS, others)
     return {"steps": steps, "rows": rows}
+
+
+def make_t5x(name: str, target: LanguageModel) -> dict[str, Variant]:
+    """Returns T5X's own decoding of a model under this name; nothing where T5X is not installed."""
+    if importlib.util.find_spec("t5x") is None:
+        return {}
+    from specdec_jax.interop import t5x  # needs T5X
+
+    return {name: t5x.make_variant(target, NEW_TOKENS)}
 
 
 def format_shape(row: Row) -> str:

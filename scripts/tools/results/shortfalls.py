@@ -51,6 +51,9 @@ def list_shortfalls(stages: Mapping[str, Any]) -> dict[str, str]:
             TOLERANCE,
             max,
         )
+    t5x = [one for one in rows("paper") if "T5-large, T5X" in one]
+    large = [best(one, "T5-large with T5-small") / gain(one["T5-large, T5X"]) for one in t5x]
+    add("T5-large with T5-small, α = 0.75, over T5X", large, 3.4)
     for form in ("float32", "int8"):
         calls = [one[f"{form}, call over 5 positions"]["over_plain"] for one in rows("steps")]
         add(f"v of five positions, {form}", calls, 1.15, max)

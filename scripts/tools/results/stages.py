@@ -4,6 +4,7 @@ from tools.results import (
     copying,
     elsewhere,
     encoders,
+    large,
     learning,
     loading,
     only,
@@ -61,9 +62,20 @@ STAGES: dict[str, Stage] = {
         "one sentence at a time, over plain beams", (1.5, 0.5), pair.measure_beams, format_speed
     ),
     "gpt": Stage(
-        "gpt/97m with gpt/6m, random weights", (3, None), shapes.measure_gpt, shapes.format_shape
+        "gpt/97m with gpt/6m, random weights",
+        (3, None),
+        shapes.measure_gpt,
+        shapes.format_shape,
+        once=True,
     ),
-    "paper": Stage("random weights", (3, None), shapes.measure_paper, shapes.format_shape),
+    "paper": Stage("random weights", (6, None), shapes.measure_paper, shapes.format_shape),
+    "large": Stage(
+        "random weights, one input at a time",
+        (11, None),
+        large.measure_large,
+        shapes.format_shape,
+        once=True,
+    ),
     "scaling": Stage(
         "a small T5, random weights, one program",
         (3, None),
