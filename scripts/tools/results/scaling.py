@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specdec_jax.analysis import formulas
+from specdec_jax.analysis import formulas, timing, variants
+from specdec_jax.analysis.matmul_roofline import Products
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.generate import FOREVER, advance
 from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config
-from tools.results.cases import forget_programs
+from tools.results.cases import NEW_TOKENS, forget_programs, load_target
 from tools.results.stage import Row, Rows, Settings
 
 
@@ -60,6 +61,8 @@ AXES: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 # What the other parts are while one grows: enough for the growing part to show.
 _BASE = {"batch": Size(new_tokens=64), "vocabulary": Size(new_tokens=64)}
+# The rows of a step, and their inputs' lengths.
+_STEP_ROWS, _STEP_LENGTHS = 32, (64, 128, 256, 512)
 
 
 @functools.lru_cache(maxsize=2)
@@ -168,7 +171,31 @@ def measure_scaling(settings: Settings) -> Rows:
             )
             rows[f"{axis} {form}"] = {f"{row['value']:,}": row for row in described}
         make_models.cache_clear()
-    return rows
+    return rows | {f"step of {_STEP_ROWS} rows": measure_step(settings.choose(7, 2))}
+
+
+def measure_step(passes: int) -> dict[str, Row]:
+    """Measures a plain step of several rows of the bundled target against their inputs' length."""
+    forget_programs()
+    target, steps, memory, demands = load_target("none"), {}, [], []
+    config = target.config
+    slot = 2 * config.num_decoder_layers * config.num_heads * config.head_dim
+    for length in _STEP_LENGTHS:
+        how = dict(max_new_tokens=NEW_TOKENS)
+        state, request = timing.iteration_state(target, None, _STEP_ROWS, length, 0, **how)
+        steps[str(length)] = timing.iteration_variant(state, request)
+        weights = Products.from_network(request.network).nbytes
+        caches = jax.tree.leaves(state.target_cache)
+        memory.append(weights + sum(leaf.nbytes for leaf in caches))
+        cached = _STEP_ROWS * slot * (length + NEW_TOKENS)  # numbers
+        operations = 2 * _STEP_ROWS * weights / _NUMBER + 2 * cached
+        moved = weights + _NUMBER * cached
+        demands.append({"operations": operations, "moved": moved, "kept": moved})
+    variants.warm_up({}, steps, [])
+    found = variants.time_steps(steps, passes)
+    seconds = [found[name].least for name in steps]
+    described = describe_growth(_STEP_LENGTHS, seconds, memory, demands)
+    return {f"{row['value']:,}": row for row in described}
 
 
 def describe_growth(

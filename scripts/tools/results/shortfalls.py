@@ -7,6 +7,8 @@ from tools.results.loading import MOST
 from tools.results.scaling import TOLERANCE
 from tools.results.stage import Row
 
+TPU_BATCH = "32 rows, 128 new tokens"
+
 
 def list_shortfalls(stages: Mapping[str, Any]) -> dict[str, str]:
     """Returns what falls short on one machine: the worst figures beside what is asked of them."""
@@ -76,6 +78,9 @@ def list_shortfalls(stages: Mapping[str, Any]) -> dict[str, str]:
         if place in row and row["gb"] > 1  # a small model's is mostly the process's own
     ]
     add("loading: peak memory over the weights, of the worst format", peaks, MOST, max)
+    batches = [one[name] for one in rows("tpu") for name in one if name == TPU_BATCH]
+    estimates = [row["iteration_ms"] / row["floor_ms"] for row in batches]
+    add("T5-XXL on a TPU v4, 32 rows: an iteration over its bytes, estimated", estimates, 1.4, max)
     for one in (one for one in rows("accelerator") if "draft step" in one):
         add("T5-XXL with T5-small: c of a draft step", [one["draft step"]["c"]], 0.02, max)
         short = [one["int8, call over 1"]["over_full"]]
