@@ -337,7 +337,9 @@ def document_options(
     listed += [parameter(one.name, default=one.default, annotation=one.type) for one in fields]
     target: Any = function
     target.__signature__ = signature.replace(parameters=[*own, *listed, *others])
-    indents: Any = dict(initial_indent=" " * 6, subsequent_indent=" " * 8)
+    indents: Any = dict(initial_indent="  ", subsequent_indent="    ")
     docs = [textwrap.fill(f"{one.name}: {_read_doc(one)}", 100, **indents) for one in fields]
-    function.__doc__ = (function.__doc__ or "").replace("      {options}", "\n".join(docs))
+    # From Python 3.13 on a docstring has no indentation of its own.
+    text = inspect.cleandoc(function.__doc__ or "")
+    function.__doc__ = text.replace("  {options}", "\n".join(docs))
     return function

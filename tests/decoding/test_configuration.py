@@ -96,7 +96,7 @@ def test_every_entry_point_shows_every_option_and_rejects_others(entry_point):
 
 
 def test_help_lists_every_option():
-    assert all(f"      {name}: " in sd.generate.__doc__ for name in FIELDS)
+    assert all(f"\n  {name}: " in sd.generate.__doc__ for name in FIELDS)
     assert all(len(line) <= 100 for line in sd.generate.__doc__.splitlines())
     assert "{options}" not in sd.generate.__doc__
 
