@@ -338,7 +338,7 @@ BAD = {
     "temperature": (dict(decoder_params={"temperature": np.inf}), "temperature: got inf, expected"),
     "steps": (
         dict(decoder_params={"max_decode_steps": 0}),
-        "max_decode_steps: got 0, expected at least 1",
+        "max_decode_steps: got 0, expected an integer of at least 1",
     ),
 }
 
