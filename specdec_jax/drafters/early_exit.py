@@ -164,6 +164,20 @@ class EarlyExitDrafter(NetworkDrafter):
         weight = None if weight is None else weight_layouts.to_matrix(weight)
         return [self.model.contents, self.layers], weight
 
+    def on(self, network: Network) -> "EarlyExitDrafter":
+        """Returns the same layers of the traced `network`, whose cache they read.
+
+        Raises:
+          ValueError: it has too few layers.
+        """
+        _check_layers(self.layers, network.config.num_decoder_layers)
+        head = self.network.head_weight
+        if head is not None:
+            packs = network.backend.packs_weights
+            head = weight_layouts.lay_weight(weight_layouts.to_matrix(head), packs)
+        own = ExitNetwork(network.params, network.module, layers=self.layers, head_weight=head)
+        return type(self).tree_unflatten((), (own,))
+
     def check(self, target: LanguageModel) -> None:
         check_own(self.model, target, "an early exit")
 
