@@ -19,6 +19,7 @@ from specdec_jax.models.family import check_uses_backend
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_weight
 from specdec_jax.models.network import Network
+from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState, Draft
 
 
@@ -164,7 +165,7 @@ class EarlyExitDrafter(NetworkDrafter):
         weight = None if weight is None else weight_layouts.to_matrix(weight)
         return [self.model.contents, self.layers], weight
 
-    def on(self, network: Network) -> "EarlyExitDrafter":
+    def on(self, network: Network) -> Drafter:
         """Returns the same layers of the traced `network`, whose cache they read.
 
         Raises:
