@@ -27,6 +27,7 @@ from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.named import make_traced_drafter
 from specdec_jax.interop import t5x_run
 from specdec_jax.interop.vocabularies import find_difference
+from specdec_jax.models import arguments
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config
@@ -118,6 +119,8 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
           ValueError: something that cannot be decoded speculatively, an option without meaning
             here, a drafter of another vocabulary, or as for `load`.
         """
+        arguments.check_flag("counts", counts)
+        arguments.check_flag("report", report)
         theirs = {name: options.pop(name) for name in _THEIRS if name in options}
         if options.get("gamma", 0) is None:
             del options["gamma"]
@@ -152,6 +155,23 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             name, sampling = function and function.__name__, generation.sampling or SamplingConfig()
             most, verifier = self._decoder.gamma, generation.verifier
             t5x_run.say(t5x_run.describe(drafter, most, verifier, name, self._bound, sampling))
+
+    def loss_fn(
+        self, params: Any, batch: Mapping[str, jax.Array], dropout_rng: jax.Array | None
+    ) -> tuple[jax.Array, Any]:
+        """Returns T5X's loss and metrics.
+
+        Raises:
+          ValueError: gin binds other settings of the loss to T5X's class than to this one.
+        """
+        t5x_run.check_losses(
+            dict(
+                label_smoothing=self._label_smoothing,
+                z_loss=self._z_loss,
+                loss_normalizing_factor=self._loss_normalizing_factor,
+            )
+        )
+        return super().loss_fn(params, batch, dropout_rng)
 
     def predict_batch_with_aux(
         self,

@@ -282,6 +282,20 @@ def test_scores_of_given_targets_are_t5xs(golden):
     np.testing.assert_array_equal(*scores)
 
 
+def test_another_loss_than_that_of_t5xs_class_is_rejected(golden, monkeypatch):
+    """What a model's gin file binds to that class is not this class's."""
+    _, io, target = golden
+    batch = {
+        name: io[name]
+        for name in ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
+    }
+    batch["decoder_loss_weights"] = (batch["decoder_target_tokens"] > 0).astype(np.float32)
+    monkeypatch.setitem(interop.t5x_run._losses, "z_loss", 0.1)
+    with pytest.raises(ValueError, match="z_loss: got 0.0 for SpeculativeEncoderDecoderModel"):
+        speculative(target).loss_fn(target.params, batch, None)
+    speculative(target, z_loss=0.1).loss_fn(target.params, batch, None)
+
+
 @pytest.mark.slow
 def test_samples_depend_on_the_key(golden):
     folder, io, target = golden
@@ -388,6 +402,9 @@ def test_bad_configurations_are_rejected(golden, tmp_path):
         speculative(target, drafter=str(folder), verifier="lenient")
     with pytest.raises(ValueError, match="no/such: got no such path"):
         speculative(target, drafter="no/such")
+    for name in ("report", "counts", "rescale_log_probs"):
+        with pytest.raises(ValueError, match=f"{name}: got 'False', expected True or False"):
+            speculative(target, **{name: "False"})
     with pytest.raises(
         ValueError, match="module: got object, expected t5x.examples.t5.network.Transformer"
     ):
