@@ -225,6 +225,14 @@ class Decoder:
             return 0
         return self.gamma.maximum if isinstance(self.gamma, Policy) else int(self.gamma)
 
+    @isolated
+    def check_call(self, given: Mapping[str, Any]) -> None:
+        """Raises ValueError for `decoder_params` that `decode` rejects, whatever its arrays are."""
+        check_names(given, _KNOWN, None)
+        rows = max(np.size(given.get(name, 0)) for name in _PER_CALL)
+        _split_sampling(self.sampling, given, rows, self.config.vocab_size)
+        _count_new_tokens(given, jnp.zeros(1, jnp.int32), 1)
+
     def _settings(self, batch: int) -> dict[str, np.ndarray] | None:
         return verifier_settings(
             self.verifier, self.sampling, self.width, batch, **self._parameters

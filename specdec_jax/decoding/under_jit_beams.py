@@ -80,6 +80,13 @@ class BeamDecoder:
         check_drafting(drafter, gamma)
         self.gamma = arguments.check_integer("gamma", gamma, 0, MAX_GAMMA)
         check_models(drafter, config)
+        BeamOptions(1, beam_width=self.beam_width)
+
+    @isolated
+    def check_call(self, given: Mapping[str, Any]) -> None:
+        """Raises ValueError for `decoder_params` that `decode` rejects, whatever its arrays are."""
+        check_names(given, _KNOWN, None)
+        self._checked(given, 1, given.get("max_decode_len") or 1)
 
     @isolated
     def decode(

@@ -25,6 +25,7 @@ from specdec_jax.decoding.under_jit import UNSUPPORTED, Decoder, read_options
 from specdec_jax.decoding.under_jit_beams import BeamDecoder
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.named import make_traced_drafter
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.interop import t5x_run
 from specdec_jax.interop.vocabularies import find_difference
 from specdec_jax.models import arguments
@@ -121,6 +122,12 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         """
         arguments.check_flag("counts", counts)
         arguments.check_flag("report", report)
+        if drafter_dtype not in (None, "float32", "bfloat16"):
+            got, expected = arguments.quote(drafter_dtype), "'float32', 'bfloat16' or None"
+            raise mismatch_error("drafter_dtype", got, expected)
+        if (defaults := options.get("default_decoder_params")) is not None:
+            expected = "None or a DecoderParams, as @models.DecoderParams() makes"
+            arguments.check_kind("default_decoder_params", defaults, models.DecoderParams, expected)
         theirs = {name: options.pop(name) for name in _THEIRS if name in options}
         if options.get("gamma", 0) is None:
             del options["gamma"]
@@ -151,6 +158,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             self._decoder = BeamDecoder(shape, drafter, generation)
         else:
             self._decoder = Decoder(shape, drafter, generation, rescale_log_probs)
+        self._decoder.check_call(self._bound)
         if report:
             name, sampling = function and function.__name__, generation.sampling or SamplingConfig()
             most, verifier = self._decoder.gamma, generation.verifier

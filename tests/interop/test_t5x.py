@@ -402,6 +402,23 @@ def test_bad_configurations_are_rejected(golden, tmp_path):
         speculative(target, drafter=str(folder), verifier="lenient")
     with pytest.raises(ValueError, match="no/such: got no such path"):
         speculative(target, drafter="no/such")
+    sample = functools.partial(decoding.temperature_sample, topk=2, topp=0.5)
+    for options, message in (
+        (dict(decode_fn=sample), "decoder_params: got topk and topp, expected at most one"),
+        (
+            dict(decode_fn=functools.partial(sample, topp=0.0, state_callback_fn=max_decode)),
+            "decoder_params: got state_callback_fn, expected only",
+        ),
+        (
+            dict(decode_fn=functools.partial(decoding.beam_search, alpha=-1.0)),
+            "alpha: got -1.0, expected a finite",
+        ),
+        (dict(decode_fn=decoding.beam_search, beam_width=0), "beam_width: got 0, expected an int"),
+        (dict(default_decoder_params=models.DecoderParams), "default_decoder_params: got <class"),
+        (dict(drafter_dtype="float16"), "drafter_dtype: got 'float16', expected 'float32', 'bf"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            speculative(target, **options)
     for name in ("report", "counts", "rescale_log_probs"):
         with pytest.raises(ValueError, match=f"{name}: got 'False', expected True or False"):
             speculative(target, **{name: "False"})
