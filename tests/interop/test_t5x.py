@@ -36,6 +36,7 @@ from specdec_jax.analysis import beams, variants
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis.report import summaries
 from specdec_jax.analysis.variants import Workload
+from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.checkpoints import t5x
 from specdec_jax.checkpoints.stored_tensor import StoredTensor
 from specdec_jax.commands import benchmark as benchmark_command
@@ -294,6 +295,22 @@ def test_another_loss_than_that_of_t5xs_class_is_rejected(golden, monkeypatch):
     with pytest.raises(ValueError, match="z_loss: got 0.0 for SpeculativeEncoderDecoderModel"):
         speculative(target).loss_fn(target.params, batch, None)
     speculative(target, z_loss=0.1).loss_fn(target.params, batch, None)
+
+
+def test_a_program_without_reports_can_be_exported(golden, monkeypatch):
+    """One with them calls the host; this package's kernels of a CPU cannot be exported either."""
+    _, io, target = golden
+    monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: False)
+    batch = {name: io[name] for name in ("encoder_input_tokens", "decoder_input_tokens")}
+
+    def export(**options) -> bytes:
+        model = speculative(target, drafter="lookup", **options)
+        program = jax.jit(lambda params, batch: model.predict_batch(params, batch))
+        return jax.export.export(program)(target.params, batch).serialize()
+
+    assert export(report=False)
+    with pytest.raises(NotImplementedError, match="host_callbacks"):
+        export()
 
 
 @pytest.mark.slow
