@@ -25,6 +25,7 @@ from specdec_jax.decoding.checks import UnsupportedCombination, unsupported
 from specdec_jax.decoding.search_options import LEVELS, BeamOptions
 from specdec_jax.drafters.named import needs_no_model
 from specdec_jax.files.progress import Progress
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.files.writing import check_output
 from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.families import PRESETS
@@ -49,7 +50,8 @@ def check_against(name: str | None, sampling: SamplingConfig) -> None:
     if not sampling.mode.greedy or sampling.mode.processes:
         raise unsupported("against", f"{name!r} with sampling or processors", "argmax alone")
     if importlib.util.find_spec("t5x") is None:
-        raise ValueError(f"against: got {name!r}, which is not installed")
+        got, expected = f"{name!r}, which is not installed", f"the extra: pip install '.[{name}]'"
+        raise mismatch_error("against", got, expected)
 
 
 @document_fields

@@ -12,13 +12,14 @@ import gc
 import importlib
 import inspect
 import itertools
+import logging
 import os
 import re
 import signal
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from tokenize import TokenError
 from typing import Any, NamedTuple, TextIO
 
@@ -393,7 +394,8 @@ def _make_options(
     where = ", ".join(values.gin_file) or "--gin.NAME=value"
     try:
         _register(cls)
-        with gin.unlock_config():  # afterwards, too: T5X, say, registers what it has when imported
+        # Unlocked afterwards, too: T5X, say, registers what it has when imported.
+        with _silence_lookups(), gin.unlock_config():
             gin.parse_config_files_and_bindings(values.gin_file, bindings)
         options = gin.get_configurable(cls)()
     except RecursionError as error:
@@ -416,6 +418,20 @@ def _make_options(
     if path and "config" not in given:  # a file would count after gin
         raise UsageError(f"config: got {path[1]} in gin, expected it as --config")
     return options
+
+
+@contextlib.contextmanager
+def _silence_lookups() -> Iterator[None]:
+    """Keeps gin from logging every folder in which a file is not as an error."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return record.module != "resource_reader"
+
+    logging.getLogger().addFilter(keep)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeFilter(keep)
 
 
 def _check_used(name: str, bindings: list[str]) -> None:

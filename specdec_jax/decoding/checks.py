@@ -114,19 +114,24 @@ def check_prompts(
         check_positions(model.config, longest, "inputs" if model is target else "drafter")
 
 
-def check_pair(target: LanguageModel, drafter: Drafter) -> None:
-    """Raises ValueError for a drafter that cannot draft for `target`.
-
-    It is of another vocabulary (PITFALLS row 28), kind, mesh or model, or it lacks a method.
-    """
-    name = type(drafter).__name__
+def check_drafter_kind(drafter: Any) -> None:
+    """Raises ValueError for what is no drafter."""
     if not isinstance(drafter, Drafter):
-        got = repr(drafter) if isinstance(drafter, str) else name
+        got = repr(drafter) if isinstance(drafter, str) else type(drafter).__name__
         got = f"the class {drafter.__name__}" if isinstance(drafter, type) else got
         expected = "a Drafter, such as ModelDrafter(model) or PromptLookupDrafter()"
         raise ValueError(
             f"drafter: got {got}, expected {expected} (names are for the command line)"
         )
+
+
+def check_pair(target: LanguageModel, drafter: Drafter) -> None:
+    """Raises ValueError for a drafter that cannot draft for `target`.
+
+    It is of another vocabulary (PITFALLS row 28), kind, mesh or model, or it lacks a method.
+    """
+    check_drafter_kind(drafter)
+    name = type(drafter).__name__
     if jax.tree_util.all_leaves([drafter]):
         expected = "a class decorated with flax.struct.dataclass"
         raise ValueError(f"drafter: got {name}, which is no pytree, expected {expected}")

@@ -6,7 +6,7 @@ the batch are traced, so nothing can be checked, padded or raised by their value
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -42,9 +42,19 @@ from specdec_jax.decoding.generation_config import (
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.request import FIXED
 from specdec_jax.decoding.strategies import choose_strategy
+from specdec_jax.decoding.traced_arguments import (
+    check_key,
+    check_models,
+    check_names,
+    check_parts,
+    check_rows,
+    end_ids,
+    is_traced,
+)
 from specdec_jax.decoding.trees import resolve_tree
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models import arguments, weight_layouts
-from specdec_jax.models.network import Network, is_decoder_only
+from specdec_jax.models.network import Network
 from specdec_jax.models.parameters import flatten, parameter_shapes
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.drafter import Drafter
@@ -103,6 +113,7 @@ def make_network(params: Mapping, config: T5Config, rows: int) -> Network:
     Raises:
       ValueError: a parameter is missing, unexpected or of the wrong shape.
     """
+    arguments.check_kind("params", params, Mapping, "a nested dict of the target's parameters")
     tree = _copy_nested(params)
     check_shapes(
         flatten(tree), parameter_shapes(config), "params", "of a T5 of the module's configuration"
@@ -177,6 +188,8 @@ class Decoder:
         Raises:
           TypeError, ValueError: as for `read_options`; or settings that make no sense together.
         """
+        check_parts(config, drafter)
+        rescale_log_probs = arguments.check_flag("rescale_log_probs", rescale_log_probs)
         given = read_options(generation, options, "a traced decode")
         check_unset(given, "for sampling", "beam_width")
         automatic = isinstance(given.gamma, str) and given.tree is None
@@ -212,6 +225,14 @@ class Decoder:
             return 0
         return self.gamma.maximum if isinstance(self.gamma, Policy) else int(self.gamma)
 
+    @isolated
+    def check_call(self, given: Mapping[str, Any]) -> None:
+        """Raises ValueError for `decoder_params` that `decode` rejects, whatever its arrays are."""
+        check_names(given, _KNOWN, None)
+        rows = max(np.size(given.get(name, 0)) for name in _PER_CALL)
+        _split_sampling(self.sampling, given, rows, self.config.vocab_size)
+        _count_new_tokens(given, jnp.zeros(1, jnp.int32), 1)
+
     def _settings(self, batch: int) -> dict[str, np.ndarray] | None:
         return verifier_settings(
             self.verifier, self.sampling, self.width, batch, **self._parameters
@@ -244,11 +265,12 @@ class Decoder:
           prompted: False says that no row has a prompt.
 
         Raises:
-          ValueError: unknown `decoder_params`, values that make no sense, tokens forced past L, or
-            parameters of another shape.
+          ValueError: arrays of other kinds or shapes, unknown `decoder_params`, values that make no
+            sense, tokens forced past L, or parameters of another shape.
         """
         given = check_names(decoder_params, _KNOWN, rng)
         rng = given.get("decode_rng") if rng is None else rng
+        inputs, prompts = check_rows(inputs, prompts)
         batch, length = prompts.shape
         check_limits(self.sampling, np.array([length]), 1)
         mode, rows = _split_sampling(self.sampling, given, batch, self.config.vocab_size)
@@ -294,7 +316,8 @@ class Decoder:
         columns = jnp.arange(1, length + 1)
         decoded = jnp.where(columns < state.lengths[:, None], state.tokens[:, 1 : length + 1], 0)
         log_probs = state.log_probs
-        if given.get("rescale_log_probs", self.rescale_log_probs):
+        rescale = given.get("rescale_log_probs", self.rescale_log_probs)
+        if arguments.check_flag("rescale_log_probs", rescale):
             adjusted = state.adjusted_log_probs  # None where every token is the argmax
             log_probs = jnp.zeros_like(log_probs) if adjusted is None else adjusted
         counts, sound = state.counts, jnp.all(jnp.isfinite(state.log_probs), axis=1)
@@ -330,41 +353,6 @@ def run_loop(
     return advance(network, drafter, state, FOREVER)
 
 
-def check_models(drafter: Drafter | None, config: T5Config) -> None:
-    """Rejects a drafter with a model that cannot read the inputs of a target of this `config`."""
-    for model in drafter.models if drafter is not None else ():
-        if is_decoder_only(model) or model.config.encoder_dim not in (None, config.emb_dim):
-            got = (
-                "a decoder-only model"
-                if is_decoder_only(model)
-                else f"encoder_dim {model.config.encoder_dim}"
-            )
-            expected = f"a T5 with an encoder, or encoder_dim {config.emb_dim}"
-            raise ValueError(f"drafter: got {got}, expected {expected}")
-
-
-def check_names(
-    decoder_params: Mapping[str, Any] | None, names: Sequence[str], rng: jax.Array | None
-) -> dict[str, Any]:
-    """Returns a copy of `decoder_params`; rejects unknown names, and a key beside `rng`."""
-    given = dict(decoder_params or {})
-    unknown = sorted(set(given) - set(names))
-    if unknown:
-        raise ValueError(
-            f"decoder_params: got {', '.join(unknown)}, expected only {', '.join(names)}"
-        )
-    if rng is not None and given.get("decode_rng") is not None:
-        raise ValueError(
-            "decoder_params: got decode_rng beside the argument rng, expected one of the two"
-        )
-    return given
-
-
-def is_traced(value: Any) -> bool:
-    """Returns whether `value` is one that cannot be looked at."""
-    return isinstance(value, jax.core.Tracer)
-
-
 def align_inputs(inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Moves each row of `inputs [B, L']` to the left, over the padding, 0, before it.
 
@@ -389,7 +377,11 @@ def _split_sampling(
     values = {
         ours: given[theirs] for theirs, ours in _PER_CALL.items() if given.get(theirs) is not None
     }
-    fixed = {name: np.asarray(value) for name, value in values.items() if not is_traced(value)}
+    fixed = {
+        ours: arguments.check_numbers(theirs, given[theirs], "a number, or one for each row")
+        for theirs, ours in _PER_CALL.items()
+        if ours in values and not is_traced(given[theirs])
+    }
     if np.any(fixed.get("top_k", 0)) and np.any(fixed.get("top_p", 0)):
         raise ValueError(
             "decoder_params: got topk and topp, expected at most one of the two to be other than 0"
@@ -417,20 +409,19 @@ def _count_new_tokens(given: Mapping[str, Any], prompts: jax.Array, length: int)
     steps, hard = given.get("max_decode_steps"), given.get("max_decode_steps_hard_limit")
     if steps is None:
         return jnp.full(prompts.shape, length, jnp.int32)
-    if not is_traced(steps) and np.any(np.asarray(steps) < 1):
-        raise ValueError(f"max_decode_steps: got {steps}, expected at least 1")
+    if not is_traced(steps):
+        expected = "an integer of at least 1"
+        steps = arguments.check_numbers("max_decode_steps", steps, expected, whole=True)
+        if np.any(steps < 1):
+            raise mismatch_error("max_decode_steps", arguments.quote(steps), expected)
+    if hard is not None and not is_traced(hard):
+        arguments.check_numbers("max_decode_steps_hard_limit", hard, "an integer", whole=True)
     if hard is not None and hard > 0:
         steps = jnp.minimum(steps, hard)
     return jnp.minimum(prompts + steps, length).astype(jnp.int32)
 
 
-def end_ids(eos_id: Any, batch: int) -> jax.Array:
-    """Returns `[B, E]` int32: the ids that end a row, for all rows the same."""
-    return jnp.broadcast_to(
-        jnp.asarray(eos_id, jnp.int32).reshape(1, -1), (batch, jnp.size(eos_id))
-    )
-
-
 def _make_keys(rng: jax.Array | None, batch: int) -> jax.Array:
     """Returns the rows' keys `[B]`, folded from the batch's key, which may be of any kind."""
-    return fold_keys(make_key(0) if rng is None else to_threefry(rng), jnp.arange(batch))
+    key = make_key(0) if rng is None else to_threefry(check_key(rng))
+    return fold_keys(key, jnp.arange(batch))

@@ -16,14 +16,18 @@ from specdec_jax.decoding.generation_config import (
     document_options,
 )
 from specdec_jax.decoding.search_options import LEVELS, BeamOptions, check_drafting
+from specdec_jax.decoding.traced_arguments import (
+    check_models,
+    check_names,
+    check_parts,
+    check_rows,
+    end_ids,
+    is_traced,
+)
 from specdec_jax.decoding.under_jit import (
     UNSUPPORTED,
     Decoded,
     align_inputs,
-    check_models,
-    check_names,
-    end_ids,
-    is_traced,
     read_options,
     run_loop,
 )
@@ -68,6 +72,7 @@ class BeamDecoder:
         Raises:
           TypeError, ValueError: as for `read_options`; or settings that make no sense together.
         """
+        check_parts(config, drafter)
         given = read_options(generation, options, "beam search")
         check_unset(given, "for beam search", *_UNSET)
         self.config, self.drafter, self.beam_width = config, drafter, given.beam_width
@@ -75,6 +80,13 @@ class BeamDecoder:
         check_drafting(drafter, gamma)
         self.gamma = arguments.check_integer("gamma", gamma, 0, MAX_GAMMA)
         check_models(drafter, config)
+        BeamOptions(1, beam_width=self.beam_width)
+
+    @isolated
+    def check_call(self, given: Mapping[str, Any]) -> None:
+        """Raises ValueError for `decoder_params` that `decode` rejects, whatever its arrays are."""
+        check_names(given, _KNOWN, None)
+        self._checked(given, 1, given.get("max_decode_len") or 1)
 
     @isolated
     def decode(
@@ -107,10 +119,11 @@ class BeamDecoder:
           a 0 inside, has NaN for scores.
 
         Raises:
-          ValueError: other `decoder_params`, or values that make no sense; parameters of another
-            shape.
+          ValueError: arrays of other kinds or shapes; other `decoder_params`, or values that make
+            no sense; parameters of another shape.
         """
         given = check_names(decoder_params, _KNOWN, rng)
+        inputs, prompts = check_rows(inputs, prompts)
         beams, penalty, length = self._checked(given, num_decodes, prompts.shape[1])
         batch, vocab = len(prompts), self.config.vocab_size
         eos_ids = end_ids(given.get("eos_id", eos_id), batch)
@@ -122,7 +135,10 @@ class BeamDecoder:
         config = beams.config(
             1, sampling.mode, vocab, self.gamma if drafter is not None else 0, drafter
         )
-        most = jnp.asarray(given.get("max_decode_step", -1), jnp.int32)
+        most = given.get("max_decode_step", -1)
+        if not is_traced(most):
+            arguments.check_numbers("max_decode_step", most, "an integer", whole=True)
+        most = jnp.asarray(most, jnp.int32)
         most = jnp.where(most > 0, jnp.minimum(most, length), length)
         tokens, prefix_lengths = jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32)
         if prompted:

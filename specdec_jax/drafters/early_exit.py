@@ -19,6 +19,7 @@ from specdec_jax.models.family import check_uses_backend
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_weight
 from specdec_jax.models.network import Network
+from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState, Draft
 
 
@@ -163,6 +164,20 @@ class EarlyExitDrafter(NetworkDrafter):
         weight = self.network.head_weight
         weight = None if weight is None else weight_layouts.to_matrix(weight)
         return [self.model.contents, self.layers], weight
+
+    def on(self, network: Network) -> Drafter:
+        """Returns the same layers of the traced `network`, whose cache they read.
+
+        Raises:
+          ValueError: it has too few layers.
+        """
+        _check_layers(self.layers, network.config.num_decoder_layers)
+        head = self.network.head_weight
+        if head is not None:
+            packs = network.backend.packs_weights
+            head = weight_layouts.lay_weight(weight_layouts.to_matrix(head), packs)
+        own = ExitNetwork(network.params, network.module, layers=self.layers, head_weight=head)
+        return type(self).tree_unflatten((), (own,))
 
     def check(self, target: LanguageModel) -> None:
         check_own(self.model, target, "an early exit")

@@ -25,8 +25,10 @@ from specdec_jax.decoding.under_jit import UNSUPPORTED, Decoder, read_options
 from specdec_jax.decoding.under_jit_beams import BeamDecoder
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.named import make_traced_drafter
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.interop import t5x_run
 from specdec_jax.interop.vocabularies import find_difference
+from specdec_jax.models import arguments
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config
@@ -118,6 +120,14 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
           ValueError: something that cannot be decoded speculatively, an option without meaning
             here, a drafter of another vocabulary, or as for `load`.
         """
+        arguments.check_flag("counts", counts)
+        arguments.check_flag("report", report)
+        if drafter_dtype not in (None, "float32", "bfloat16"):
+            got, expected = arguments.quote(drafter_dtype), "'float32', 'bfloat16' or None"
+            raise mismatch_error("drafter_dtype", got, expected)
+        if (defaults := options.get("default_decoder_params")) is not None:
+            expected = "None or a DecoderParams, as @models.DecoderParams() makes"
+            arguments.check_kind("default_decoder_params", defaults, models.DecoderParams, expected)
         theirs = {name: options.pop(name) for name in _THEIRS if name in options}
         if options.get("gamma", 0) is None:
             del options["gamma"]
@@ -148,10 +158,28 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             self._decoder = BeamDecoder(shape, drafter, generation)
         else:
             self._decoder = Decoder(shape, drafter, generation, rescale_log_probs)
+        self._decoder.check_call(self._bound)
         if report:
             name, sampling = function and function.__name__, generation.sampling or SamplingConfig()
             most, verifier = self._decoder.gamma, generation.verifier
             t5x_run.say(t5x_run.describe(drafter, most, verifier, name, self._bound, sampling))
+
+    def loss_fn(
+        self, params: Any, batch: Mapping[str, jax.Array], dropout_rng: jax.Array | None
+    ) -> tuple[jax.Array, Any]:
+        """Returns T5X's loss and metrics.
+
+        Raises:
+          ValueError: gin binds other settings of the loss to T5X's class than to this one.
+        """
+        t5x_run.check_losses(
+            dict(
+                label_smoothing=self._label_smoothing,
+                z_loss=self._z_loss,
+                loss_normalizing_factor=self._loss_normalizing_factor,
+            )
+        )
+        return super().loss_fn(params, batch, dropout_rng)
 
     def predict_batch_with_aux(
         self,

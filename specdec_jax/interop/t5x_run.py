@@ -1,6 +1,7 @@
 """Prints what a run inside T5X decodes with and how it went; rejects misplaced gin files."""
 
 import atexit
+import copy
 import dataclasses
 import functools
 import sys
@@ -20,7 +21,13 @@ _DECODING = (
     *("decode_fn", "default_decoder_params", "num_decodes", "return_all_decodes"),
     *("decoder_params", "prompt_with_targets", "feature_converter_cls"),
 )
+_LOSS = ("label_smoothing", "z_loss", "loss_normalizing_factor")  # those about training
+_OPTIONS, _CALL = "GenerationConfig", "predict_batch_with_aux"
+# Of the gin configuration that was read last: what has no effect; what is bound to calls; and, by
+# name, what is bound about the loss to T5X's class alone.
 _ignored: list[str] = []
+_calls: dict[str, Any] = {}
+_losses: dict[str, Any] = {}
 
 
 def check_gin(config: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
@@ -29,19 +36,43 @@ def check_gin(config: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
     Raises:
       ValueError: this package's model is configured, but nothing makes it.
     """
-    values = [(selector, name) for (_, selector), names in config.items() for name in names]
+    found = [
+        (selector, name, value)
+        for (_, selector), names in config.items()
+        for name, value in names.items()
+    ]
+    values = [(selector, name) for selector, name, _ in found]
     bound = [name for selector, name in values if _is_of(selector, CLASS)]
-    if bound and not any(_is_of(selector, CLASS) for selector in _list_references(config)):
+    references = list(_list_references(config))
+    if bound and not any(_is_of(selector, CLASS) for selector in references):
         raise ValueError(
             f"{CLASS}: got values for {', '.join(sorted(set(bound)))}, but no MODEL that is one, "
             "so that T5X would decode without it; expected --gin_file=t5x/speculative.gin after "
             "the model's own file, which sets MODEL too"
         )
-    _ignored[:] = sorted(
-        f"{_THEIRS}.{name}"
-        for selector, name in values
-        if bound and _is_of(selector, "EncoderDecoderModel") and name in _DECODING
-    )
+    theirs = {
+        name: value
+        for selector, name, value in found
+        if bound and _is_of(selector, "EncoderDecoderModel")
+    }
+    _ignored[:] = []
+    if names := [f"{_THEIRS}.{name}" for name in sorted(theirs) if name in _DECODING]:
+        _ignored.append(f"{', '.join(names)}, which is T5X's own class's (bind it to {CLASS})")
+    options = {name for selector, name in values if _is_of(selector, _OPTIONS)}
+    if bound and options and not any(_is_of(selector, _OPTIONS) for selector in references):
+        names = [f"{_OPTIONS}.{name}" for name in sorted(options)]
+        _ignored.append(f"{', '.join(names)} (bind CONFIG = @generation_config.{_OPTIONS}())")
+    calls = {
+        name: value
+        for selector, name, value in found
+        if _is_of(selector, CLASS) and _is_of(selector, _CALL)
+    }
+    for kept, now in (
+        (_calls, calls),
+        (_losses, {name: theirs[name] for name in _LOSS if name in theirs.keys() - set(bound)}),
+    ):
+        kept.clear()
+        kept.update(now)
 
 
 def _is_of(selector: str, name: str) -> bool:
@@ -59,6 +90,17 @@ def _list_references(value: Any) -> Iterator[str]:
             yield from _list_references(inner)
     elif isinstance(value, gin.config.ConfigurableReference):
         yield value.configurable.selector
+
+
+def check_losses(ours: Mapping[str, Any]) -> None:
+    """Raises ValueError if T5X's class would train with other settings of the loss than `ours`."""
+    for name, value in _losses.items():
+        theirs = copy.deepcopy(value)  # gin evaluates a macro so
+        if theirs != ours[name]:
+            raise ValueError(
+                f"{name}: got {ours[name]!r} for {CLASS} and {theirs!r} for {_THEIRS}, expected "
+                "one for both in training (bind it to both)"
+            )
 
 
 @functools.cache
@@ -95,11 +137,10 @@ def describe(
             f"{how}, where T5X's default is a beam search with one beam, "
             "which may prefer another output (decode_fn = @decoding.beam_search does so here)"
         )
-    if _ignored:
-        parts.append(
-            f"of no effect here: {', '.join(_ignored)}, which is T5X's own class's "
-            f"(bind it to {CLASS})"
-        )
+    if _calls:
+        given = ", ".join(f"{name}={value!r}" for name, value in _calls.items())
+        parts.append(f"calls have {given}, which comes first")
+    parts += [f"of no effect here: {names}" for names in _ignored]
     return "; ".join(parts)
 
 

@@ -131,7 +131,7 @@ def test_a_target_in_int8_is_timed_without_it_too(tmp_path):
             dict(against="t5x", min_new_tokens=2),
             "against: got 't5x' with sampling or processors, expected argmax",
         ),
-        (dict(against="t5x"), "against: got 't5x', which is not installed"),
+        (dict(against="t5x"), r"against: got 't5x'.*, expected the extra: pip install '.\[t5x\]'"),
     ],
 )
 def test_what_cannot_be_compared_is_rejected(change, message, options, monkeypatch):

@@ -205,7 +205,7 @@ def test_benchmark_that_fails_a_check(specdec, monkeypatch, tmp_path):
 # gin.
 
 
-def test_gin_binds_what_flags_do_not_give(specdec, pair, tmp_path):
+def test_gin_binds_what_flags_do_not_give(specdec, pair, tmp_path, caplog):
     folder = tmp_path / "configs"
     folder.mkdir()
     (folder / "base.gin").write_text(
@@ -234,6 +234,7 @@ def test_gin_binds_what_flags_do_not_give(specdec, pair, tmp_path):
     assert tokens("--gin_file=base.gin", "--max_new_tokens=6") == 6
     # T5X, for one, is imported later and registers functions.
     assert not gin.config_is_locked()
+    assert not caplog.records, "gin logs the folders that a file is not in as errors"
 
 
 def test_gin_without_a_file(specdec):

@@ -16,6 +16,7 @@ from make_checkpoints import TINY
 import specdec_jax as sd
 from specdec_jax.backends.cpu import native, packed_weights
 from specdec_jax.decoding.under_jit import Decoder, make_network
+from specdec_jax.decoding.under_jit_beams import BeamDecoder
 from specdec_jax.models.network import Network
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -254,3 +255,84 @@ def test_bad_settings_are_rejected(pair):
     ):
         with pytest.raises(ValueError, match=message):
             decode(make(), target, decoder_params=given)
+
+
+BAD_ARRAYS = {
+    "places": (dict(inputs=INPUTS[0]), r"inputs: got an array of int32 \[5\], expected integers"),
+    "numbers": (dict(inputs=INPUTS * 0.5), "inputs: got an array of float64"),
+    "no rows": (dict(inputs=INPUTS[:0]), r"inputs: got an array of int32 \[0, 5\]"),
+    "prompts": (dict(prompts=PROMPTS[:, :0]), r"prompts: got an array of int32 \[3, 0\]"),
+    "fewer prompts": (dict(prompts=PROMPTS[:2]), "prompts: got 2 rows, expected 3, as many as"),
+    "no EOS": (dict(eos_id=None), "eos_id: got None, expected an id, or several"),
+    "a large EOS": (dict(eos_id=2**40), "eos_id: got 1099511627776, expected an id"),
+    "parameters": (dict(params=None), "params: got None, expected a nested dict"),
+    "options": (dict(decoder_params=["topk"]), "decoder_params: got .*, expected a dict of"),
+}
+BAD_OPTIONS = {
+    "a seed": (dict(rng=3), "rng: got 3, expected one key"),
+    "keys": (dict(rng=jax.random.split(jax.random.key(0), 3)), "rng: got .*, expected one key"),
+    "a word": (
+        dict(decoder_params={"temperature": "hot"}),
+        "temperature: got 'hot', expected a nu",
+    ),
+    "steps": (
+        dict(decoder_params={"max_decode_steps": 2.5}),
+        "max_decode_steps: got 2.5, expected an integer of at least 1",
+    ),
+    "hard limit": (
+        dict(decoder_params={"max_decode_steps": 2, "max_decode_steps_hard_limit": "3"}),
+        "max_decode_steps_hard_limit: got '3', expected an integer",
+    ),
+    "flag": (dict(decoder_params={"rescale_log_probs": "no"}), "rescale_log_probs: got 'no'"),
+}
+
+
+@pytest.mark.parametrize("case", [*BAD_ARRAYS, *BAD_OPTIONS])
+@pytest.mark.parametrize("kind", [Decoder, BeamDecoder])
+def test_arguments_of_a_call_are_checked(kind, case, pair):
+    if kind is BeamDecoder and case in BAD_OPTIONS:
+        given, message = dict(decoder_params={"max_decode_step": 2.5}), "max_decode_step: got 2.5"
+    else:
+        given, message = (BAD_ARRAYS | BAD_OPTIONS)[case]
+    whole = dict(params=pair[0].params, inputs=INPUTS, prompts=PROMPTS, eos_id=1)
+    with pytest.raises(ValueError, match=message) as caught:
+        kind(pair[0].config).decode(**(whole | given))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", [Decoder, BeamDecoder])
+def test_parts_of_a_decoder_are_checked(kind, pair):
+    target, drafter = pair
+    for parts, message in (
+        ((target, drafter), "config: got LanguageModel.*, expected a T5Config"),
+        ((target.config, "lookup"), "drafter: got 'lookup', expected a Drafter"),
+        ((target.config, target), "drafter: got LanguageModel, expected a Drafter"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kind(*parts)
+    with pytest.raises(ValueError, match="rescale_log_probs: got 'False', expected True or False"):
+        Decoder(target.config, rescale_log_probs="False")
+
+
+def test_arrays_of_numpy_and_lists_need_no_conversion(pair):
+    """Constants of a traced function are often numpy's."""
+    target, _ = pair
+    decoder, ids = Decoder(target.config), INPUTS.tolist()
+    run = jax.jit(lambda params: decoder.decode(params, ids, PROMPTS, 1))
+    np.testing.assert_array_equal(run(target.params).tokens, decode(decoder, target).tokens)
+
+
+def test_in_a_shard_map_that_keeps_account_one_line_says_how(pair):
+    """JAX's own error is about its loops, on some fifty lines."""
+    target, _ = pair
+    decoder, rows = Decoder(target.config), jax.sharding.PartitionSpec("rows")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("rows",))
+
+    def run(inputs, prompts):
+        return decoder.decode(target.params, inputs, prompts, 1).tokens
+
+    how = dict(mesh=mesh, in_specs=(rows, rows), out_specs=rows)
+    with pytest.raises(ValueError, match="inputs: got an array that varies over rows in a shard_m"):
+        jax.shard_map(run, **how)(INPUTS, PROMPTS)
+    got = jax.jit(jax.shard_map(run, check_vma=False, **how))(INPUTS, PROMPTS)
+    np.testing.assert_array_equal(got, decode(decoder, target).tokens)

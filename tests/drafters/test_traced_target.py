@@ -9,6 +9,7 @@ from toy_models import tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.backends.cpu.packed_weights import can_pack
+from specdec_jax.decoding import ambient_mesh
 from specdec_jax.decoding.under_jit import Decoder
 from specdec_jax.drafters.named import make_named_drafter, make_traced_drafter
 from specdec_jax.models.heads import HeadsConfig, init_params
@@ -113,3 +114,29 @@ def test_a_name_that_does_not_fit_is_rejected(name, message, names, target):
     config = target.config.replace(emb_dim=24) if name == "HEADS" else target.config
     with pytest.raises(ValueError, match=message):
         make_traced_drafter(names["heads"] if name == "HEADS" else name, config, None)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one device", "several"])
+@pytest.mark.parametrize(
+    "layers, own_head", [(1, False), ((0, 2), True)], ids=["the first", "two and a head"]
+)
+def test_an_early_exit_lies_as_the_traced_target_does(layers, own_head, several, monkeypatch):
+    """For several devices the target has no kernels of a CPU, and other caches than the model's."""
+    target = tiny_t5(0, decoder_layers=3)
+    shape = target.config.emb_dim, target.config.vocab_size
+    head = np.random.default_rng(5).normal(size=shape) if own_head else None
+    drafter = sd.EarlyExitDrafter(target, layers, head)
+    how = dict(drafter=drafter, gamma=2, max_new_tokens=LENGTH, eos_ids=())
+    expected = sd.generate(target, INPUTS, **how)
+    if several:
+        monkeypatch.setattr(ambient_mesh, "is_on_one_device", lambda: False)
+    decoder, prompts = Decoder(target.config, drafter, gamma=2), np.zeros((2, LENGTH), np.int32)
+    found = jax.jit(lambda params: decoder.decode(params, INPUTS, prompts, -1))(target.params)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    assert found.accepted.sum() == expected.stats.accepted
+
+
+def test_an_early_exit_of_a_deeper_model_is_rejected(target):
+    decoder = Decoder(target.config, sd.EarlyExitDrafter(tiny_t5(0, decoder_layers=4), 3), gamma=2)
+    with pytest.raises(ValueError, match="layers: got 3, expected a.* from 1 to 1"):
+        decoder.decode(target.params, INPUTS, np.zeros((2, LENGTH), np.int32), -1)

@@ -36,6 +36,7 @@ from specdec_jax.analysis import beams, variants
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis.report import summaries
 from specdec_jax.analysis.variants import Workload
+from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.checkpoints import t5x
 from specdec_jax.checkpoints.stored_tensor import StoredTensor
 from specdec_jax.commands import benchmark as benchmark_command
@@ -282,6 +283,36 @@ def test_scores_of_given_targets_are_t5xs(golden):
     np.testing.assert_array_equal(*scores)
 
 
+def test_another_loss_than_that_of_t5xs_class_is_rejected(golden, monkeypatch):
+    """What a model's gin file binds to that class is not this class's."""
+    _, io, target = golden
+    batch = {
+        name: io[name]
+        for name in ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
+    }
+    batch["decoder_loss_weights"] = (batch["decoder_target_tokens"] > 0).astype(np.float32)
+    monkeypatch.setitem(interop.t5x_run._losses, "z_loss", 0.1)
+    with pytest.raises(ValueError, match="z_loss: got 0.0 for SpeculativeEncoderDecoderModel"):
+        speculative(target).loss_fn(target.params, batch, None)
+    speculative(target, z_loss=0.1).loss_fn(target.params, batch, None)
+
+
+def test_a_program_without_reports_can_be_exported(golden, monkeypatch):
+    """One with them calls the host; this package's kernels of a CPU cannot be exported either."""
+    _, io, target = golden
+    monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: False)
+    batch = {name: io[name] for name in ("encoder_input_tokens", "decoder_input_tokens")}
+
+    def export(**options) -> bytes:
+        model = speculative(target, drafter="lookup", **options)
+        program = jax.jit(lambda params, batch: model.predict_batch(params, batch))
+        return jax.export.export(program)(target.params, batch).serialize()
+
+    assert export(report=False)
+    with pytest.raises(NotImplementedError, match="host_callbacks"):
+        export()
+
+
 @pytest.mark.slow
 def test_samples_depend_on_the_key(golden):
     folder, io, target = golden
@@ -338,7 +369,7 @@ BAD = {
     "temperature": (dict(decoder_params={"temperature": np.inf}), "temperature: got inf, expected"),
     "steps": (
         dict(decoder_params={"max_decode_steps": 0}),
-        "max_decode_steps: got 0, expected at least 1",
+        "max_decode_steps: got 0, expected an integer of at least 1",
     ),
 }
 
@@ -388,6 +419,26 @@ def test_bad_configurations_are_rejected(golden, tmp_path):
         speculative(target, drafter=str(folder), verifier="lenient")
     with pytest.raises(ValueError, match="no/such: got no such path"):
         speculative(target, drafter="no/such")
+    sample = functools.partial(decoding.temperature_sample, topk=2, topp=0.5)
+    for options, message in (
+        (dict(decode_fn=sample), "decoder_params: got topk and topp, expected at most one"),
+        (
+            dict(decode_fn=functools.partial(sample, topp=0.0, state_callback_fn=max_decode)),
+            "decoder_params: got state_callback_fn, expected only",
+        ),
+        (
+            dict(decode_fn=functools.partial(decoding.beam_search, alpha=-1.0)),
+            "alpha: got -1.0, expected a finite",
+        ),
+        (dict(decode_fn=decoding.beam_search, beam_width=0), "beam_width: got 0, expected an int"),
+        (dict(default_decoder_params=models.DecoderParams), "default_decoder_params: got <class"),
+        (dict(drafter_dtype="float16"), "drafter_dtype: got 'float16', expected 'float32', 'bf"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            speculative(target, **options)
+    for name in ("report", "counts", "rescale_log_probs"):
+        with pytest.raises(ValueError, match=f"{name}: got 'False', expected True or False"):
+            speculative(target, **{name: "False"})
     with pytest.raises(
         ValueError, match="module: got object, expected t5x.examples.t5.network.Transformer"
     ):

@@ -28,7 +28,8 @@ def clean():
     gin.clear_config()  # another test of the process may have locked it
     yield
     gin.clear_config()
-    t5x_run._ignored.clear()
+    for found in (t5x_run._ignored, t5x_run._calls, t5x_run._losses):
+        found.clear()
     t5x_run.say.cache_clear()
 
 
@@ -78,6 +79,49 @@ def test_what_has_no_effect_is_named(bound, tmp_path):
     line = t5x_run.describe(sd.PromptLookupDrafter(), 4, "block", None, {}, sd.SamplingConfig())
     name = bound.split(" ")[0].split(".")[-1]
     assert f"of no effect here: models.EncoderDecoderModel.{name}, " in line
+
+
+CONFIG = HEAD + "gin_models.GenerationConfig:\n  verifier = 'token'\n  gamma = 2\n"
+ITS = f"{HEAD}gin_models.SpeculativeEncoderDecoderModel."
+
+
+def describe() -> str:
+    return t5x_run.describe(sd.PromptLookupDrafter(), 4, "block", None, {}, sd.SamplingConfig())
+
+
+def test_options_of_a_file_that_nothing_names_are_named(tmp_path):
+    """The file alone binds them: without CONFIG the model is another."""
+    parse(tmp_path, MODEL, RUN, OURS, CONFIG)
+    expected = "of no effect here: GenerationConfig.gamma, GenerationConfig.verifier (bind CONFIG"
+    assert expected in describe()
+    gin.clear_config()
+    parse(tmp_path, MODEL, RUN, OURS, CONFIG, f"{ITS}config = @gin_models.GenerationConfig()\n")
+    assert "of no effect" not in describe()
+
+
+def test_what_is_bound_to_calls_is_named(tmp_path):
+    """It may say how is decoded, as a temperature does."""
+    parse(tmp_path, MODEL, RUN, OURS)
+    assert "calls have" not in describe()
+    gin.clear_config()
+    calls = f"{ITS}predict_batch_with_aux.decoder_params = {{'temperature': 0.5}}\n"
+    parse(tmp_path, MODEL, RUN, OURS, calls)
+    expected = "calls have decoder_params={'temperature': 0.5}, which comes first"
+    assert describe().endswith(expected)
+
+
+LOSS = HEAD + "Z_LOSS = 0.1\ngin_models.EncoderDecoderModel.z_loss = %Z_LOSS\n"
+
+
+def test_a_loss_that_only_t5xs_class_has_is_rejected_in_training(tmp_path):
+    """The models' own files bind it to that class alone."""
+    parse(tmp_path, MODEL, LOSS, RUN, OURS)
+    with pytest.raises(ValueError, match="z_loss: got 0.0 for Specu.* and 0.1 for .*, expected o"):
+        t5x_run.check_losses({"z_loss": 0.0})
+    t5x_run.check_losses({"z_loss": 0.1})
+    gin.clear_config()
+    parse(tmp_path, MODEL, LOSS, RUN, OURS, f"{ITS}z_loss = 0.0\n")
+    t5x_run.check_losses({"z_loss": 0.0})
 
 
 def test_the_line_at_the_start():
