@@ -111,7 +111,7 @@ class Policy:
     counts_nodes: ClassVar[bool] = True
 
     def __post_init__(self):
-        arguments.check_integer("maximum", self.maximum, 1, MAX_GAMMA)
+        arguments.keep_integer(self, "maximum", 1, MAX_GAMMA)
         for name, (least, most, below) in self.numbers().items():
             whole, given = self._whole(name), getattr(self, name)
             most = min(most, self.maximum) if name == "minimum" else most
