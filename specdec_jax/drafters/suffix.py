@@ -95,6 +95,7 @@ class SuffixDrafter(StoredDrafter):
         arguments.keep_number(self, "factor", 0, 64)
         arguments.keep_number(self, "least_share", 0, 1)
         arguments.keep_integer(self, "min_match", 1, DEPTH)
+        arguments.check_flag("remembers", self.remembers)
 
     @classmethod
     @isolated

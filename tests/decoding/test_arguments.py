@@ -333,6 +333,11 @@ OTHERS = {
         "switch: got True, expected an integer",
     ),
     "counts": (lambda: sd.shortlist_from_counts("a", 2), "counts: got 'a', expected one number"),
+    "remembers": (lambda: sd.SuffixDrafter(remembers="no"), "remembers: got 'no', expected True"),
+    "sampled": (
+        lambda: sd.NGramDrafter.load("none.npz", sampled="no"),
+        "sampled: got 'no', expected True",
+    ),
     "load": (lambda: sd.load(3), "path: got 3, expected a path"),
     "load's config": (
         lambda: sd.load("ende/target", config={}),
