@@ -1,5 +1,6 @@
 """Checks the fields of configurations by one table of their types and ranges."""
 
+import copyreg
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -74,6 +75,10 @@ class FieldError(ValueError):
     def __init__(self, config: Any, field: str, problem: str):
         super().__init__(f"{type(config).__name__}.{field}: {problem}")
         self.field, self.problem = field, problem
+
+    def __reduce__(self) -> tuple:
+        # Without the configuration. From another process the error would otherwise not be read.
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)
 
 
 def check_fields(config: Any) -> None:
