@@ -84,6 +84,8 @@ class FieldError(ValueError):
 def check_fields(config: Any) -> None:
     """Checks every field of a configuration by the table; None is allowed where it is the default.
 
+    Integers of numpy are kept as Python's.
+
     Raises:
       FieldError: the first field that is not allowed.
     """
@@ -93,6 +95,8 @@ def check_fields(config: Any) -> None:
             continue
         if expected := _find_expected(field.name, value):
             raise FieldError(config, field.name, f"got {quote_value(value)}, expected {expected}")
+        if isinstance(value, np.integer):  # which JSON cannot hold
+            object.__setattr__(config, field.name, int(value))
 
 
 def _find_expected(name: str, value: Any) -> str | None:
