@@ -105,6 +105,9 @@ class RunConfig:
             ascending = list(given) == sorted(set(given)) and all(length >= 1 for length in given)
             sound = ascending and (bool(given) or not needed)
             expect(sound, name, given, "ascending lengths from 1")
+        rounded = getattr(self, "matmul_dtype", None)
+        known = rounded in (None, "float32", "bfloat16")
+        expect(known, "matmul_dtype", rounded, "None, float32 or bfloat16")
 
     def shared_settings(self) -> dict[str, Any]:
         """Returns the settings that a `TrainConfig` has too."""
