@@ -243,7 +243,7 @@ def choose_gamma(policy: Policy | None, state: Any, most: Int[Array, " B"]) -> I
     got = arguments.describe(wanted)
     if got not in (f"int32[{len(most)}]", "int32[]"):
         _raise(policy, "wanted", got, "an integer for each row")
-    return jnp.minimum(most, wanted)
+    return jnp.clip(wanted, 0, most)  # a draft of fewer than no tokens would not be verified right
 
 
 def limit_rows(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from own_parts import MIRRORED
-from toy_models import HashModel, compilations
+from toy_models import HashModel, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.decoding.checks import UnsupportedCombination
@@ -481,6 +481,26 @@ def test_a_policy_of_ones_own_counts_nodes():
     plain = decode(drafter=None, sampling=sd.SamplingConfig()).tokens
     result = decode(gamma=AfterLast(3), tree=sd.Tree.uniform((2, 1)), sampling=sd.SamplingConfig())
     np.testing.assert_array_equal(result.tokens, plain)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fewer(sd.Policy):
+    wants: int = -1
+
+    def wanted(self, state):
+        return jnp.int32(self.wants)
+
+
+@pytest.mark.parametrize("wants", [-1, -100, 100])
+def test_a_policy_that_wants_less_than_nothing_changes_no_token(wants):
+    target = noisy_copy(tiny_t5(0), 2.0)  # which may skip positions that are not drafted
+    drafter = sd.ModelDrafter(noisy_copy(target, 0.1, 1))
+    options = dict(max_new_tokens=6, eos_ids=())
+    plain = sd.generate(target, INPUTS, **options)
+    for one in (drafter, sd.HorizontalCascade(sd.PromptLookupDrafter(min_match=0), drafter, 2)):
+        result = sd.generate(target, INPUTS, drafter=one, gamma=Fewer(3, wants=wants), **options)
+        np.testing.assert_array_equal(result.tokens, plain.tokens)
+        assert (result.stats.drafted > 0) == (wants > 0)
 
 
 @dataclasses.dataclass(frozen=True)
