@@ -266,6 +266,16 @@ def repeating(**changes):
     return flax.struct.dataclass(type("Own", (sd.Drafter,), methods))()
 
 
+def test_no_row_drafts_less_than_nothing():
+    """As by a drafter that counts what is left of an input, and does not clip the number at 0."""
+    target = noisy_copy(tiny_t5(0), 2.0)  # which may skip positions that are not drafted
+    plain = sd.generate(target, INPUTS, max_new_tokens=6, eos_ids=())
+    fewer = repeating(num_drafted=lambda wanted: wanted * 0 - 1)
+    for one in (fewer, sd.HorizontalCascade(fewer, sd.PromptLookupDrafter(), 2)):
+        result = sd.generate(target, INPUTS, drafter=one, gamma=3, max_new_tokens=6, eos_ids=())
+        np.testing.assert_array_equal(result.tokens, plain.tokens)
+
+
 def test_no_row_drafts_more_than_is_wanted():
     """Else a row would pass its limit."""
     greedy = sd.generate(TARGET, INPUTS, max_new_tokens=12, eos_ids=())
