@@ -355,6 +355,37 @@ def test_an_id_that_the_target_lacks_is_reported(verifier, temperature):
 
 
 @flax.struct.dataclass
+class Boundless(TreeDrafter):
+    """Drafts an id at all nodes of its tree, whatever is wanted."""
+
+    token: int = flax.struct.field(pytree_node=False)
+    kinds: ClassVar[Any] = POINTS
+
+    def draft_tree(self, draft_state, state, num_wanted, max_depth):
+        def children_of(level, carry):
+            shape = *level.tokens.shape, max(level.counts)
+            return Children(jnp.full(shape, self.token, jnp.int32)), carry
+
+        return draft_state, draft_children(state, num_wanted + 9, max_depth + 9, children_of)[0]
+
+
+def test_no_row_drafts_more_of_a_tree_than_is_wanted():
+    """Else a row would pass its limit."""
+    target = tiny_t5(0)  # which repeats itself
+    options = dict(max_new_tokens=[2, 7], eos_ids=())
+    plain = sd.generate(target, INPUTS, **options)
+    token, tree = int(plain.tokens[1, -1]), sd.Tree.chain(4)
+    for gamma in ("auto", 2):
+        drafter = Boundless(token)
+        result = sd.generate(target, INPUTS, drafter=drafter, tree=tree, gamma=gamma, **options)
+        np.testing.assert_array_equal(result.tokens, plain.tokens)
+        assert result.stats.accepted
+        assert max(row.drafted / row.target_calls for row in result.stats.per_row) <= (
+            4 if gamma == "auto" else 2
+        )
+
+
+@flax.struct.dataclass
 class Branching(TreeDrafter):
     """Drafts the ids 3 and, below it, 12 and 4, of which 12 is none of the target's."""
 
