@@ -9,6 +9,7 @@ that at least 1, 2 … drafted tokens are accepted, do not assume this.
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,8 +19,21 @@ from numpy.typing import ArrayLike
 def _check(alpha: float, gamma: int) -> None:
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha: got {alpha}, expected a number in [0, 1]")
-    if gamma < 0:
-        raise ValueError(f"gamma: got {gamma}, expected at least 0")
+    _check_count("gamma", gamma)
+
+
+def _check_count(name: str, value: int) -> None:
+    try:
+        sound = operator.index(value) >= 0
+    except TypeError:
+        sound = False
+    if not sound:
+        raise ValueError(f"{name}: got {value}, expected an integer of at least 0")
+
+
+def _check_cost_ratio(cost_ratio: float) -> None:
+    if not 0 <= cost_ratio < math.inf:  # NaN is none either
+        raise ValueError(f"cost_ratio: got {cost_ratio}, expected a finite number of at least 0")
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -40,9 +54,9 @@ def improvement(alpha: float, gamma: int, cost_ratio: float, verify_cost: float 
     >>> round(improvement(0.75, 7, cost_ratio=0.02), 2)  # T5-small for T5-XXL, argmax, table 4
     3.16
     """
-    if cost_ratio < 0 or verify_cost <= 0:
-        got = f"got cost_ratio {cost_ratio} and verify_cost {verify_cost}"
-        raise ValueError(f"{got}, expected cost_ratio >= 0 and verify_cost > 0")
+    _check_cost_ratio(cost_ratio)
+    if not 0 < verify_cost < math.inf:
+        raise ValueError(f"verify_cost: got {verify_cost}, expected a finite number above 0")
     return expected_tokens(alpha, gamma) / (gamma * cost_ratio + verify_cost)
 
 
@@ -55,8 +69,7 @@ def operations(alpha: float, gamma: int, cost_ratio: float = 0.0) -> float:
     >>> round(operations(0.8, 5), 2)  # table 1
     1.63
     """
-    if cost_ratio < 0:
-        raise ValueError(f"cost_ratio: got {cost_ratio}, expected at least 0")
+    _check_cost_ratio(cost_ratio)
     return (gamma * cost_ratio + gamma + 1) / expected_tokens(alpha, gamma)
 
 
@@ -85,6 +98,10 @@ def optimal_gamma(
     >>> optimal_gamma(0.75, cost_ratio=0.02)
     9
     """
+    _check_count("most", most)
+    if not callable(verify_cost):
+        expected = "a function of the number of positions"
+        raise ValueError(f"verify_cost: got {verify_cost}, expected {expected}")
     return max(
         range(most + 1),
         key=lambda gamma: improvement(alpha, gamma, cost_ratio, verify_cost(gamma + 1)),
@@ -145,8 +162,7 @@ def oracle_improvement(alpha: float, cost_ratio: float) -> float:
     3.77
     """
     _check(alpha, 0)
-    if cost_ratio < 0:
-        raise ValueError(f"cost_ratio: got {cost_ratio}, expected at least 0")
+    _check_cost_ratio(cost_ratio)
     time = 1 - alpha + cost_ratio * alpha
     return 1 / time if time > 0 else math.inf
 
@@ -162,6 +178,7 @@ def expected_calls(alpha: float, gamma: int, length: int) -> float:
     (3.0, 9.0)
     """
     _check(alpha, gamma)
+    _check_count("length", length)
     dist = [alpha ** (k - 1) * (1 - alpha) for k in range(1, gamma + 1)] + [alpha**gamma]
     calls = [0.0]
     for n in range(1, length + 1):
@@ -223,6 +240,13 @@ def best_gamma(
         raise ValueError(
             f"verify_cost: got {len(verify_cost)} numbers, expected {len(survival) + 1}"
         )
+    if np.ndim(cost_ratio) and np.shape(cost_ratio) != (len(survival),):
+        raise ValueError(
+            f"cost_ratio: got {np.size(cost_ratio)} numbers, expected one or {len(survival)}"
+        )
+    if not np.all(np.isfinite([*np.ravel(cost_ratio), *verify_cost])):
+        got = f"{cost_ratio} and verify_cost {verify_cost}"
+        raise ValueError(f"cost_ratio: got {got}, expected finite numbers")
     tokens, gammas = np.array(tokens_by_survival(survival)), np.arange(len(survival) + 1)
     costs = np.append(0, np.broadcast_to(cost_ratio, len(survival)))
     return int(np.argmax(tokens / (gammas * costs + np.asarray(verify_cost))))

@@ -115,6 +115,7 @@ def load(
         raise mismatch_error("replicate", "True without a mesh", "mesh= too")
     rules = None if mesh is None else ShardingRules(mesh, replicate)
     folder = resolve(path)
+    path = places.show_path(path)
     checkpoint = open_complete(folder, config, vocabulary, say)
     int8_weights = choose_int8_weights(checkpoint, quantize, _name_dtype(dtype), rules)
     input_bits = packed_weights.input_bits(quantize)
@@ -233,6 +234,7 @@ def choose_dtype(
 def resolve(path: PathLike) -> AnyPath:
     """Returns the folder of a path or bundled name; raises ValueError if there is none."""
     arguments.check_path("path", path)
+    path = places.show_path(path)
     folder = places.make_path(path)
     if folder.is_dir():
         return folder

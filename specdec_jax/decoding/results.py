@@ -86,6 +86,9 @@ class NonFiniteLogitsError(ValueError):
         )
         super().__init__(f"input {input}: {self.reason}")
 
+    def __reduce__(self) -> tuple:
+        return type(self), (self.source, self.input, self.token, self.by_drafter)
+
     def at(self, input: int) -> "NonFiniteLogitsError":
         """Returns the same error with another number of the input, for a part of more inputs."""
         return NonFiniteLogitsError(self.source, input, self.token, self.by_drafter)

@@ -51,11 +51,11 @@ class BeamOptions:
         if not isinstance(self.beam_style, str) or self.beam_style not in STYLES:
             got, styles = arguments.quote(self.beam_style), ", ".join(STYLES)
             raise ValueError(f"beam_style: got {got}, expected one of {styles}")
-        t5x, check = self.beam_style == "t5x", arguments.check_integer
-        check("num_beams", self.num_beams, 1, 1024)
-        check("num_return_sequences", self.num_return_sequences, 1, self.num_beams, " = num_beams")
+        t5x, keep = self.beam_style == "t5x", arguments.keep_integer
+        keep(self, "num_beams", 1, 1024)
+        keep(self, "num_return_sequences", 1, self.num_beams, " = num_beams")
         if self.beam_width is not None:
-            check("beam_width", self.beam_width, self.num_beams, 4096)
+            keep(self, "beam_width", self.num_beams, 4096)
         if self.length_penalty is not None:
             expected = "a finite number" + " of at least 0" * t5x
             penalty = arguments.check_number("length_penalty", self.length_penalty, expected)

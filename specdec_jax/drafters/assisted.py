@@ -77,7 +77,7 @@ class AssistedNGramDrafter(ContinuationDrafter):
 
     def __post_init__(self):
         for name, least, most in (("order", 2, 16), ("top_k", 1, 64), ("memory", 1, 2**16)):
-            arguments.check_integer(name, getattr(self, name), least, most)
+            arguments.keep_integer(self, name, least, most)
 
     @property
     def name(self) -> str:

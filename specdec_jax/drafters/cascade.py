@@ -137,14 +137,16 @@ def draft_part(
     """
     has_model = isinstance(part, ModelDrafter) or part.encoders or part.reads_states
     if isinstance(part, DrafterPair) or not has_model:
-        return part.draft(draft_state, state, num_wanted)
+        draft_state, drafted = part.draft(draft_state, state, num_wanted)
+        return draft_state, drafted.limited(num_wanted)
     draft_state = part.rewind(draft_state, state.lengths)
     _, shapes = jax.eval_shape(part.draft, draft_state, state, num_wanted)
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
     def draft(loop: tuple) -> tuple:
         _, own, _ = loop
-        return jnp.bool_(False), *part.draft(own, state, num_wanted)
+        own, drafted = part.draft(own, state, num_wanted)
+        return jnp.bool_(False), own, drafted.limited(num_wanted)
 
     # A loop of at most one pass: the branches of a `lax.cond` would copy the caches.
     loop = jnp.any(num_wanted > 0), draft_state, nothing

@@ -80,7 +80,7 @@ class GatedDrafter(Drafter):
         if isinstance(self.drafter, Drafter):  # else a pytree is being rebuilt
             self._check_inner()
         for name in ("least", "memory"):
-            arguments.check_range(name, getattr(self, name), 0, 1)
+            arguments.keep_number(self, name, 0, 1)
 
     __repr__ = Drafter.__repr__
 

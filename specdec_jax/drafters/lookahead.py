@@ -70,10 +70,10 @@ class LookaheadDecoding(TreeDrafter):
     pool: int = flax.struct.field(pytree_node=False, default=256)
 
     def __post_init__(self):
-        arguments.check_integer("window", self.window, 1, MAX_NODES - 1)
-        arguments.check_integer("ngram", self.ngram, 2, MAX_NODES)
-        arguments.check_integer("guesses", self.guesses, 1, MAX_NODES - 1)
-        arguments.check_integer("pool", self.pool, self.window, 2**16)
+        arguments.keep_integer(self, "window", 1, MAX_NODES - 1)
+        arguments.keep_integer(self, "ngram", 2, MAX_NODES)
+        arguments.keep_integer(self, "guesses", 1, MAX_NODES - 1)
+        arguments.keep_integer(self, "pool", self.window, 2**16)
         if (self.window + self.guesses) * (self.ngram - 1) >= MAX_NODES:
             got = f"{self.window} and guesses {self.guesses} for {self.ngram}-grams"
             expected = f"(window + guesses) · (ngram − 1) below {MAX_NODES}"

@@ -120,6 +120,8 @@ class NGramDrafter(StoredDrafter):
           ValueError: no such file, a truncated one, or one that was counted with another
             vocabulary.
         """
+        if sampled is not None:
+            sampled = arguments.check_flag("sampled", sampled)
         values = read_table(path)
         sampled = bool(values.get("sampled", False)) if sampled is None else sampled
         drafter = cls._put_on_device(values, str(values["fingerprint"]), sampled)

@@ -62,8 +62,9 @@ def count_contexts(
 
     Arguments as for `NGramDrafter.count`.
     """
-    arguments.check_integer("vocab_size", vocab_size, 1, 2**31 - 1)
+    vocab_size = arguments.check_integer("vocab_size", vocab_size, 1, 2**31 - 1)
     check_ranges(order, continuations)
+    order, continuations = int(order), int(continuations)  # of JAX's integers, no lists are made
     first_token = start_token if first_token is None else first_token
     for name, token in dict(start_token=start_token, first_token=first_token).items():
         if not arguments.is_integer(token) or not 0 <= token < vocab_size:

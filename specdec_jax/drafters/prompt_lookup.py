@@ -58,12 +58,12 @@ class PromptLookupDrafter(ContinuationDrafter):
     passages: ClassVar[bool] = True
 
     def __post_init__(self):
-        arguments.check_integer("max_match", self.max_match, 1, 64)
+        arguments.keep_integer(self, "max_match", 1, 64)
         if not isinstance(self.prefer, str) or self.prefer not in ("nearest", "latest"):
             got = arguments.quote(self.prefer)
             raise ValueError(f"prefer: got {got}, expected 'nearest' or 'latest'")
         least = 0 if self.prefer == "nearest" else 1
-        arguments.check_integer("min_match", self.min_match, least, self.max_match)
+        arguments.keep_integer(self, "min_match", least, self.max_match)
 
     @property
     def name(self) -> str:

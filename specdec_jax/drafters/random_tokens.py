@@ -37,7 +37,7 @@ class RandomDrafter(Drafter):
     vocab_size: int = flax.struct.field(pytree_node=False)
 
     def __post_init__(self):
-        arguments.check_integer("vocab_size", self.vocab_size, 1, 2**31 - 1)
+        arguments.keep_integer(self, "vocab_size", 1, 2**31 - 1)
 
     @property
     def name(self) -> str:

@@ -43,8 +43,8 @@ class TokenRecycling(TableDrafter):
     shared: bool = flax.struct.field(pytree_node=False, default=False)
 
     def __post_init__(self):
-        arguments.check_integer("vocab_size", self.vocab_size, 1)
-        arguments.check_integer("top_k", self.top_k, 1, 64)
+        arguments.keep_integer(self, "vocab_size", 1)
+        arguments.keep_integer(self, "top_k", 1, 64)
         arguments.check_flag("shared", self.shared)
 
     @property

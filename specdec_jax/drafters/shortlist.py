@@ -94,4 +94,5 @@ def shortlist_from_counts(counts: Any, size: int, eos_ids: Sequence[int] = ()) -
         expected = f"an integer from {least} to {len(counts)}"
         raise ValueError(f"shortlist: got a size of {size!r}, expected {expected}")
     first = np.isin(np.arange(len(counts)), list(eos_ids))
-    return np.sort(np.lexsort((-counts, ~first))[:size])
+    # In floats: −n of an unsigned integer is a large number.
+    return np.sort(np.lexsort((-counts.astype(np.float64), ~first))[:size])

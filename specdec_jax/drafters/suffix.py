@@ -92,9 +92,10 @@ class SuffixDrafter(StoredDrafter):
     what: ClassVar[str] = "sorted text"
 
     def __post_init__(self):
-        arguments.check_range("factor", self.factor, 0, 64)
-        arguments.check_range("least_share", self.least_share, 0, 1)
-        arguments.check_integer("min_match", self.min_match, 1, DEPTH)
+        arguments.keep_number(self, "factor", 0, 64)
+        arguments.keep_number(self, "least_share", 0, 1)
+        arguments.keep_integer(self, "min_match", 1, DEPTH)
+        arguments.check_flag("remembers", self.remembers)
 
     @classmethod
     @isolated

@@ -76,7 +76,8 @@ class SuffixHistory:
         self._ids = np.zeros(0, np.int32)  # known to the drafter
         self._new: list[np.ndarray] = []
         self._drafter = _replace_text(drafter, self._sort())
-        self._saved, self._due = 0, 0.0
+        self._saved: tuple | None = None  # where, and how many outputs had been seen
+        self._due = 0.0
         self.outputs, self.seconds = 0, 0.0
 
     @property
@@ -142,16 +143,18 @@ class SuffixHistory:
         """Writes the texts to a file, which `SuffixDrafter.load` reads too.
 
         What it loads `remembers`, as the history does: its texts may be draws of the same key.
-        Nothing is written if nothing was added since, or less than `every` seconds ago.
+        Nothing is written if there is no text, or nothing was added since the last time to this
+        path, or less than `every` seconds ago.
         """
         arguments.check_path("path", path)
         now = time.monotonic()
-        if self._saved == self.outputs or (every and now < self._due):
+        seen = os.fspath(path), self.outputs
+        if seen == self._saved or (every and now < self._due):
             return
         ids = np.concatenate([self._ids, *self._new])
         if len(ids):
             write_sorted(path, ids, self._vocab_size, self._fingerprint, remembers=True)
-        self._saved, self._due = self.outputs, now + every
+        self._saved, self._due = seen, now + every
 
     @isolated
     def restore(self, path: str | os.PathLike) -> None:
@@ -167,6 +170,7 @@ class SuffixHistory:
         sizes = np.diff(np.flatnonzero(ids == 0), prepend=-1)  # each with the 0 behind it
         kept = np.repeat(sizes <= self._capacity // 2, sizes)  # as `_keep` does
         self._new = [*self._new, ids[: len(kept)][kept]]
+        self._saved = None  # no output was added, but the texts are others
         self.learn()
 
     def summary(self) -> str:

@@ -379,6 +379,11 @@ def is_remote(path: Any) -> bool:
     return match is not None and match[1].lower() not in ("file", "local")
 
 
+def show_path(path: str | os.PathLike) -> str | os.PathLike:
+    """Returns a path that is its own text: of other kinds, such as `os.DirEntry`, the string."""
+    return path if isinstance(path, str | pathlib.PurePath | RemotePath) else os.fspath(path)
+
+
 def make_path(path: str | os.PathLike) -> AnyPath:
     """Returns a path on this machine, or in a store if it has a scheme.
 

@@ -115,6 +115,21 @@ def check_integer(
     return found
 
 
+def keep_integer(
+    owner: Any, name: str, least: int, most: int | None = None, what: str = ""
+) -> None:
+    """Checks a field of a frozen dataclass as `check_integer` does, and keeps it as Python's.
+
+    A 0-dimensional array of numpy's or JAX's has no hash, which a static field needs.
+    """
+    object.__setattr__(owner, name, check_integer(name, getattr(owner, name), least, most, what))
+
+
+def keep_number(owner: Any, name: str, least: float, most: float) -> None:
+    """Checks a field of a frozen dataclass as `check_range` does, and keeps it as Python's."""
+    object.__setattr__(owner, name, check_range(name, getattr(owner, name), least, most))
+
+
 def check_flag(name: str, value: Any) -> bool:
     """Returns True or False."""
     check_kind(name, value, bool | np.bool_, "True or False")

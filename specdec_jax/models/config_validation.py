@@ -1,5 +1,6 @@
 """Checks the fields of configurations by one table of their types and ranges."""
 
+import copyreg
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -75,9 +76,15 @@ class FieldError(ValueError):
         super().__init__(f"{type(config).__name__}.{field}: {problem}")
         self.field, self.problem = field, problem
 
+    def __reduce__(self) -> tuple:
+        # Without the configuration. From another process the error would otherwise not be read.
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)
+
 
 def check_fields(config: Any) -> None:
     """Checks every field of a configuration by the table; None is allowed where it is the default.
+
+    Integers of numpy are kept as Python's.
 
     Raises:
       FieldError: the first field that is not allowed.
@@ -88,6 +95,8 @@ def check_fields(config: Any) -> None:
             continue
         if expected := _find_expected(field.name, value):
             raise FieldError(config, field.name, f"got {quote_value(value)}, expected {expected}")
+        if isinstance(value, np.integer):  # which JSON cannot hold
+            object.__setattr__(config, field.name, int(value))
 
 
 def _find_expected(name: str, value: Any) -> str | None:

@@ -73,7 +73,7 @@ class ChainDecoding:
         if drafter is not None and config.gamma:
             drafted = drafter.draft(state.draft_state, state.for_drafter(), num_wanted)
             draft_state, draft = check_draft(drafter, drafted, state)
-            draft = draft._replace(num_drafted=jnp.minimum(draft.num_drafted, num_wanted))
+            draft = draft.limited(num_wanted)
             draft, failed = _cut_failures(draft, state)
         else:
             draft_state, draft, failed = None, _make_empty_draft(batch, config), None

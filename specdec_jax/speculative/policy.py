@@ -111,7 +111,7 @@ class Policy:
     counts_nodes: ClassVar[bool] = True
 
     def __post_init__(self):
-        arguments.check_integer("maximum", self.maximum, 1, MAX_GAMMA)
+        arguments.keep_integer(self, "maximum", 1, MAX_GAMMA)
         for name, (least, most, below) in self.numbers().items():
             whole, given = self._whole(name), getattr(self, name)
             most = min(most, self.maximum) if name == "minimum" else most
@@ -243,7 +243,7 @@ def choose_gamma(policy: Policy | None, state: Any, most: Int[Array, " B"]) -> I
     got = arguments.describe(wanted)
     if got not in (f"int32[{len(most)}]", "int32[]"):
         _raise(policy, "wanted", got, "an integer for each row")
-    return jnp.minimum(most, wanted)
+    return jnp.clip(wanted, 0, most)  # a draft of fewer than no tokens would not be verified right
 
 
 def limit_rows(

@@ -244,6 +244,10 @@ class Draft(NamedTuple):
     target_cache: Any = None
     node_outcomes: NodeOutcomes | None = None
 
+    def limited(self, num_wanted: Int[Array, " B"]) -> "Draft":
+        """Returns the draft with at most `num_wanted` tokens, and at least none."""
+        return self._replace(num_drafted=jnp.clip(self.num_drafted, 0, num_wanted))
+
     def first(self, gamma: int) -> "Draft":
         """Returns the draft cut to its first `gamma` positions; no row may have drafted more."""
         tokens, dist = self.tokens[:, :gamma], self.dist

@@ -79,13 +79,13 @@ class TreeDecoding(ChainDecoding):
         # At most limit − length − 1 tokens may be accepted: the target adds one more, and no row
         # passes its limit.
         max_depth = jnp.where(state.done, 0, state.limits - state.lengths - 1)
-        returned = drafter.draft_tree(
-            state.draft_state,
-            state.for_drafter(),
-            jnp.where(max_depth > 0, wanted, 0),
-            max_depth,
-        )
+        wanted = jnp.where(max_depth > 0, wanted, 0)
+        returned = drafter.draft_tree(state.draft_state, state.for_drafter(), wanted, max_depth)
         draft_state, draft = check_tree_draft(drafter, returned, state)
+        # A drafter of a user's own may not have kept to either.
+        there = draft.branches.depths <= max_depth[:, None]
+        there &= jnp.arange(there.shape[1]) <= wanted[:, None]
+        draft = draft._replace(valid=draft.valid & there)
         draft, failed = _cut_failures(draft, config.vocab_size)
         tokens = jnp.maximum(draft.tokens, 0)
         nodes = WindowNodes(

@@ -1,15 +1,39 @@
 """Settings that training runs share, those of a model's training, and their checks."""
 
 import dataclasses
+import operator
+import os
+import typing
 from typing import Any
+
+import numpy as np
 
 from specdec_jax.files import places
 from specdec_jax.files.places import AnyPath
+from specdec_jax.files.reading import mismatch_error
+from specdec_jax.models import arguments
 from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.speculative.policy import MAX_GAMMA
 from specdec_jax.training.corpus import Continuations, Corpus, Pairs, Text
 from specdec_jax.training.losses import DIVERGENCES, TeacherAgreement
+
+# For each type of a setting: whether a value is of it, the value as Python's own, and its name.
+_KINDS: dict[type, tuple] = {
+    int: (arguments.is_integer, operator.index, "an integer"),
+    float: (arguments.is_number, float, "a number"),
+    bool: (lambda value: isinstance(value, bool | np.bool_), bool, "True or False"),
+    str: (lambda value: isinstance(value, str | os.PathLike), os.fspath, "a string"),
+}
+
+
+def _read_value(name: str, value: Any, kind: type, many: bool) -> Any:
+    """Returns a setting, or one of the `many` in it, as Python's own; raises ValueError."""
+    is_sound, convert, expected = _KINDS[kind]
+    if not is_sound(value):
+        expected = f"a list of {expected.split()[-1]}s" if many else expected
+        raise mismatch_error(name, arguments.quote(value), expected)
+    return convert(value)
 
 
 @document_fields
@@ -58,11 +82,32 @@ class RunConfig:
         """Returns the paths of the files in the field `name`, within `data_dir`."""
         return [places.join(self.data_dir, file) for file in getattr(self, name)]
 
-    def make_tuples(self, *names: str) -> None:
-        """Turns fields into tuples: a string is one item, and what is empty has none."""
-        for name in names:
-            value = getattr(self, name) or ()
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+    def __post_init__(self) -> None:
+        """Checks the types of all settings, and keeps them as Python's own, as a record needs them.
+
+        A string in the place of a list is its one item; None and an empty string have none.
+        """
+        for field in dataclasses.fields(self):
+            name, value, kinds = field.name, getattr(self, field.name), typing.get_args(field.type)
+            if typing.get_origin(field.type) is tuple:
+                value = () if value is None else value
+                if isinstance(value, str | os.PathLike):
+                    value = (value,) if os.fspath(value) else ()
+                items = arguments.check_list(name, value, "a list")
+                value = tuple(_read_value(name, item, kinds[0], many=True) for item in items)
+            elif value is None and field.default in (None, ""):
+                continue
+            elif kind := next((one for one in (*kinds, field.type) if one in _KINDS), None):
+                value = _read_value(name, value, kind, many=False)
+            object.__setattr__(self, name, value)
+        for name, needed in (("buckets", True), ("target_buckets", False)):
+            given = getattr(self, name, ())
+            ascending = list(given) == sorted(set(given)) and all(length >= 1 for length in given)
+            sound = ascending and (bool(given) or not needed)
+            expect(sound, name, given, "ascending lengths from 1")
+        rounded = getattr(self, "matmul_dtype", None)
+        known = rounded in (None, "float32", "bfloat16")
+        expect(known, "matmul_dtype", rounded, "None, float32 or bfloat16")
 
     def shared_settings(self) -> dict[str, Any]:
         """Returns the settings that a `TrainConfig` has too."""
@@ -103,7 +148,7 @@ class ExamplesConfig(RunConfig):
     )
 
     def __post_init__(self) -> None:
-        self.make_tuples("train_files", "validation_files", "buckets", "target_buckets")
+        super().__post_init__()
         for name in ("train_files", "validation_files"):
             self.expect(name, len(getattr(self, name)) > 0, "at least one file")
         self.expect("output_dir", bool(self.output_dir), "a folder for the run")
@@ -189,6 +234,7 @@ class TrainConfig(ExamplesConfig, TeacherConfig):
     prompts: bool = False
 
     def __post_init__(self) -> None:
+        RunConfig.__post_init__(self)
         expected = "a T5Config, a GPTConfig or another family's configuration"
         self.expect("model", isinstance(self.model, ModelConfig), expected)
         texts = self.model.decoder_only and not self.prompts

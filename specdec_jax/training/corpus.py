@@ -12,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from specdec_jax.files.places import AnyPath
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary, Vocabulary
 from specdec_jax.training import text_files
 from specdec_jax.training.batches import PADDING, BucketedBatches, Example
@@ -197,5 +198,7 @@ def train_vocabulary(corpus: Corpus, paths: Paths, size: int) -> bytes:
         return SentencePieceVocabulary.train(texts, size).model
     except RuntimeError as error:  # too many tokens for the text, too few for its characters
         reason = str(error).rpartition("] ")[2]
+        if not reason:
+            raise mismatch_error("train_files", "no text", "at least one line of it") from None
         expected = f"a number that fits: {reason}"
         raise ValueError(f"vocabulary_size: got {size}, expected {expected}") from None

@@ -21,6 +21,7 @@ from specdec_jax.checkpoints import loader
 from specdec_jax.drafters.eagle import EagleDrafter
 from specdec_jax.files import mirrors
 from specdec_jax.files.progress import print_line
+from specdec_jax.models import arguments
 from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.eagle import EagleConfig, StateProjections, init_projections
 from specdec_jax.models.family import ModelConfig, check_uses_backend
@@ -293,6 +294,7 @@ def fit(settings: EagleTrainConfig, on_start: Callable[[], object] = lambda: Non
 
     The folder `output_dir/eagle` is what `EagleDrafter.load` takes.
     """
+    arguments.check_kind("settings", settings, EagleTrainConfig, "an EagleTrainConfig")
     train.check_files(settings, corpus.ANY_FILES)
     target = loader.load(settings.target, settings.dtype, quantize="none")
     drafter = loader.load(settings.drafter, "float32", quantize="none")

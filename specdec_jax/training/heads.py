@@ -20,6 +20,7 @@ from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.files import mirrors
 from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import mismatch_error
+from specdec_jax.models import arguments
 from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_weight, init_params
@@ -259,6 +260,7 @@ def _label_owners(params: dict) -> dict:
 @isolated
 def fit(settings: HeadsTrainConfig, on_start: Callable[[], object] = lambda: None) -> dict:
     """Trains heads and writes them, or resumes, as `train.fit` does, with its result and errors."""
+    arguments.check_kind("settings", settings, HeadsTrainConfig, "a HeadsTrainConfig")
     train.check_files(settings, corpus.ANY_FILES)
     dtype = "float32" if settings.trains_backbone else settings.dtype
     target = loader.load(settings.target, dtype)

@@ -214,7 +214,8 @@ class OnlineDistillation:
         self._drafter = _mark(copy.copy(drafter))
         self._compiled: set[_Shape] = set()
         self._clock: float | None = None
-        self._before, self._cost, self._saved = 0.0, 0.0, 0
+        self._before, self._cost = 0.0, 0.0
+        self._saved: tuple | None = None  # where, and what was learnt by then
         self._calls, self._tokens, self._drafts = 0, 0, False
         self._compile_cost = _COMPILE_SECONDS
         self.updates, self.outputs, self.seconds, self.compile_seconds = 0, 0, 0.0, 0.0
@@ -297,10 +298,13 @@ class OnlineDistillation:
     def save(self, path: str | os.PathLike, every: float = 0.0) -> None:
         """Writes weights, the optimiser's state and counts to a file, whole or not at all.
 
-        Nothing is written if nothing was learnt since, or less than `every` seconds ago.
+        Nothing is written if nothing was learnt, or nothing since the last time to this path, or
+        less than `every` seconds ago.
         """
         arguments.check_path("path", path)
-        if self._saved == self.updates or (every and self.elapsed < self._due):
+        learnt = os.fspath(path), self.updates, self.ended
+        nothing = learnt == self._saved or not (self.updates or self.ended)
+        if nothing or (every and self.elapsed < self._due):
             return
         start = time.perf_counter()
         leaves = {f"leaf{i}": leaf for i, leaf in enumerate(jax.tree.leaves(self._state))}
@@ -310,7 +314,7 @@ class OnlineDistillation:
         np.savez(buffer, record=np.array(json.dumps(record)), **jax.device_get(leaves))
         write_file(path, buffer.getvalue())
         self.seconds += self._take_time(start)
-        self._saved, self._due = self.updates, self.elapsed + every
+        self._saved, self._due = learnt, self.elapsed + every
 
     _due = 0.0  # when `save` writes again
 
@@ -319,13 +323,13 @@ class OnlineDistillation:
         """Continues from a file that `save` wrote, with the same drafter to begin with.
 
         Raises:
-          ValueError: the file is damaged, or is of another drafter.
+          ValueError: there is no such file, or it is damaged, or of another drafter.
         """
         arguments.check_path("path", path)
         leaves, structure = jax.tree.flatten(self._state)
-        most = MOST_BYTES + 2 * sum(leaf.nbytes for leaf in leaves)
+        content = read_bytes(path, MOST_BYTES + 2 * sum(leaf.nbytes for leaf in leaves))
         try:
-            with np.load(io.BytesIO(read_bytes(path, most)), allow_pickle=False) as file:
+            with np.load(io.BytesIO(content), allow_pickle=False) as file:
                 record = json.loads(str(file["record"]))
                 found = [file[f"leaf{i}"] for i in range(len(leaves))]
             counts = {name: type(getattr(self, name))(record[name]) for name in _COUNTS}
@@ -344,7 +348,7 @@ class OnlineDistillation:
             raise mismatch_error(path, "arrays of other shapes", "those of this drafter")
         self._state = structure.unflatten(map(jnp.array, found))
         vars(self).update(counts)
-        self._before, self._saved = elapsed, self.updates
+        self._before, self._saved = elapsed, (os.fspath(path), self.updates, self.ended)
         self._drafter = self._make_drafter()
 
     def _parts(self) -> dict[str, str]:
@@ -435,7 +439,7 @@ class OnlineDistillation:
 
     def _begin_anew(self, why: str) -> None:
         """Ends the learning with the first weights."""
-        self.ended, self._saved = why, -1  # to be saved, although no update was made
+        self.ended = why
         self._state = TrainState.begin(_copy(self._first_params), self._optimizer)
         self._drafter = _mark(copy.copy(self._first))
 

@@ -70,9 +70,6 @@ class DistillConfig(TeacherConfig):
     distill_weight: float = 1.0
     matmul_dtype: str | None = None
 
-    def __post_init__(self) -> None:
-        self.make_tuples("source_files", "validation_files", "buckets", "drafter_shape")
-
     def check(self) -> None:
         """Raises ValueError for settings that can be seen to be wrong before a model is loaded."""
         files = "at least one UTF-8 text file"

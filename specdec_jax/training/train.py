@@ -21,6 +21,7 @@ from specdec_jax.files.locks import lock_folder
 from specdec_jax.files.places import AnyPath
 from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest, mismatch_error
+from specdec_jax.models import arguments
 from specdec_jax.models.families import build_config
 from specdec_jax.models.family import ModelConfig, check_uses_backend
 from specdec_jax.models.language_model import LanguageModel
@@ -63,6 +64,7 @@ def fit(config: TrainConfig, on_start: Callable[[], object] = lambda: None) -> d
         finite.
       KeyboardInterrupt: after a signal, when the run is saved.
     """
+    arguments.check_kind("config", config, TrainConfig, "a TrainConfig")
     check_files(config, config.corpus.files)
     check_lengths(config, "model", config.model)
     print_line("reading the files of examples")

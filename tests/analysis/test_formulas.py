@@ -112,10 +112,35 @@ def test_rejects(arguments):
 
 
 def test_rejects_costs():
-    with pytest.raises(ValueError, match="got cost_ratio -1"):
-        formulas.improvement(0.5, 3, -1)
-    with pytest.raises(ValueError, match="verify_cost 0"):
+    with pytest.raises(ValueError, match="verify_cost: got 0, expected a finite number above 0"):
         formulas.improvement(0.5, 3, 0.1, 0)
+    with pytest.raises(ValueError, match="verify_cost: got 1.4, expected a function of the number"):
+        formulas.optimal_gamma(0.5, 0.1, 1.4)
+    with pytest.raises(ValueError, match="cost_ratio: got 3 numbers, expected one or 2"):
+        formulas.best_gamma([0.5, 0.25], [0.1] * 3, [1, 1, 1])
+    for cost in (-1, float("nan"), float("inf")):  # of NaN the "best" γ would be 0
+        for compute in (
+            lambda: formulas.improvement(0.5, 3, cost),
+            lambda: formulas.operations(0.5, 3, cost),
+            lambda: formulas.optimal_gamma(0.5, cost),
+            lambda: formulas.oracle_improvement(0.5, cost),
+        ):
+            with pytest.raises(ValueError, match=f"cost_ratio: got {cost}, expected a finite"):
+                compute()
+    with pytest.raises(ValueError, match="cost_ratio: got nan .*, expected finite numbers"):
+        formulas.best_gamma([0.5], float("nan"), [1, 1])
+
+
+def test_rejects_counts():
+    for count in (2.5, -1, "3"):
+        for name, compute in (
+            ("gamma", lambda: formulas.improvement(0.5, count, 0.1)),
+            ("most", lambda: formulas.optimal_gamma(0.5, 0.1, most=count)),
+            ("length", lambda: formulas.expected_calls(0.5, 3, count)),
+        ):
+            with pytest.raises(ValueError, match=f"{name}: got {count}, expected an integer"):
+                compute()
+    assert formulas.expected_tokens(np.float32(0.5), np.int64(1)) == 1.5
 
 
 def test_the_standard_error_is_that_of_whole_sentences():

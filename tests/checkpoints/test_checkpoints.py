@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 
 import flax.serialization
@@ -354,6 +355,22 @@ def test_saved_eos_ids_are_those_of_the_model_even_if_none(eos_ids, tmp_path):
         tmp_path / "model",
     )
     assert loader.load(tmp_path / "model", "float32").eos_ids == eos_ids
+
+
+def test_a_shape_of_numpys_integers_is_saved(tmp_path):
+    sizes = {name: np.int64(getattr(TINY, name)) for name in ("vocab_size", "emb_dim", "mlp_dim")}
+    config = dataclasses.replace(TINY, **sizes)
+    converter.save(model_of(config=config), tmp_path / "saved")
+    assert loader.load(tmp_path / "saved", "float32").config == config == TINY
+
+
+def test_a_path_of_another_kind_is_named_by_its_text(tmp_path):
+    converter.save(model_of(), tmp_path / "saved")
+    (entry,) = os.scandir(tmp_path)  # whose own text is not its path
+    assert loader.load(entry).name == entry.path
+    (tmp_path / "saved").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="^/.*/saved: got no such path, expected a checkpoint"):
+        loader.load(entry)
 
 
 def test_save_in_another_dtype(tmp_path):

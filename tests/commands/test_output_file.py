@@ -316,7 +316,7 @@ when, left = sys.argv.pop(1), [int(sys.argv.pop(1))]
 generate._SAVE_SECONDS, online._FIRST_OUTPUTS, save = 0.0, 8, online.OnlineDistillation.save
 
 def saving(self, path, every=0.0):
-    left[0] -= self.updates > self._saved
+    left[0] -= self.updates > (self._saved[1] if self._saved else 0)
     if when == "after":
         save(self, path, every)
     if left[0] < 0:

@@ -3,6 +3,7 @@
 Numbers of numpy and JAX are as good as Python's.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -332,6 +333,11 @@ OTHERS = {
         "switch: got True, expected an integer",
     ),
     "counts": (lambda: sd.shortlist_from_counts("a", 2), "counts: got 'a', expected one number"),
+    "remembers": (lambda: sd.SuffixDrafter(remembers="no"), "remembers: got 'no', expected True"),
+    "sampled": (
+        lambda: sd.NGramDrafter.load("none.npz", sampled="no"),
+        "sampled: got 'no', expected True",
+    ),
     "load": (lambda: sd.load(3), "path: got 3, expected a path"),
     "load's config": (
         lambda: sd.load("ende/target", config={}),
@@ -448,6 +454,45 @@ def test_numbers_of_every_library_are_numbers(of):
     assert compilations(lambda: found.append(decode(*numbers))) == 0
     np.testing.assert_array_equal(found[0], expected)
     assert sd.Tree(of([0, 0]) if of in (np.array, jnp.array) else [of(0)] * 2) == sd.Tree((0, 0))
+
+
+DRAFTERS_OF = {
+    "lookup": lambda of: sd.PromptLookupDrafter(of(2), of(1)),
+    "assisted": lambda of: sd.AssistedNGramDrafter(of(2), of(1), of(8)),
+    "recycling": lambda of: sd.TokenRecycling(of(12), of(2)),
+    "look-ahead": lambda of: sd.LookaheadDecoding(of(2), of(2), of(2), of(4)),
+    "gated": lambda of: sd.GatedDrafter(sd.PromptLookupDrafter(), of(1), of(1)),
+    "suffix": lambda of: sd.SuffixDrafter(factor=of(2), least_share=of(1), min_match=of(1)),
+    "random": lambda of: sd.RandomDrafter(of(12)),
+    "table": lambda of: sd.NGramDrafter.count([[3, 4]], of(12), of(2), continuations=of(2)),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS_OF)
+def test_a_drafters_numbers_are_of_every_library(name):
+    make = DRAFTERS_OF[name]
+    ours, theirs = (make(of) for of in (int, jnp.array))
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    assert ours.contents == theirs.contents
+    jax.jit(lambda drafter: 0)(theirs)  # its numbers are static
+
+
+def test_numbers_of_beams_and_policies_are_of_every_library():
+    def decode(of):
+        return sd.generate(
+            MODEL,
+            [[3, 4, 1]],
+            drafter=sd.PromptLookupDrafter(),
+            gamma=of(1),
+            num_beams=of(2),
+            num_return_sequences=of(2),
+            beam_width=of(2),
+            length_penalty=of(1),
+            max_new_tokens=3,
+        ).tokens
+
+    np.testing.assert_array_equal(decode(jnp.array), decode(int))
+    assert hash(sd.Confidence(jnp.array(3))) == hash(sd.Confidence(3))
 
 
 def test_what_is_a_number():

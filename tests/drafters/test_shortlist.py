@@ -275,6 +275,8 @@ def test_the_most_frequent_ids():
     assert sd.shortlist_from_counts(counts, 3).tolist() == [0, 2, 4]  # among equals the first
     assert sd.shortlist_from_counts(counts, 3, [1]).tolist() == [1, 2, 4]
     assert sd.shortlist_from_counts(counts, 7, [1]).tolist() == list(range(7))
+    for kind in (np.uint8, np.uint64, np.float32):
+        assert sd.shortlist_from_counts(np.array(counts, kind), 2).tolist() == [2, 4]
     assert np.asarray(sd.ModelDrafter(DRAFT, 3).shortlist.ids)[:4].tolist() == [0, 1, 2, 2]
     assert np.asarray(sd.ModelDrafter(HashModel(V, eos_ids=(9, 12)), 3).shortlist.ids)[
         :4

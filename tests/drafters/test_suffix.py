@@ -376,6 +376,15 @@ def test_what_is_kept_is_restored(target, tmp_path):
     again = sd.SuffixHistory(target, capacity=128)
     again.restore(path)
     assert again._ids.tolist() == [*history._ids, 6, 1, 7, 2, 0]
+    for kept in (history, again):  # in another place, although nothing was added since
+        place = tmp_path / "elsewhere.suffix"
+        kept.save(place)
+        copy = sd.SuffixHistory(target, capacity=128)
+        copy.restore(place)
+        assert copy._ids.tolist() == again._ids.tolist()
+        written = place.stat().st_mtime_ns
+        kept.save(place)
+        assert place.stat().st_mtime_ns == written
     long = [sd.SuffixHistory(target) for _ in range(2)]
     long[0].add([4], [5] * 29 + [1])  # 32 ids, one more than this capacity keeps
     long[1].add([4], [5] * 28 + [1])

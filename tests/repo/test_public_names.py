@@ -1,6 +1,7 @@
 """Public names are imported when first used, known to type checkers, and pickled."""
 
 import ast
+import copy
 import inspect
 import pathlib
 import pickle
@@ -62,6 +63,17 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_classes_are_pickled(name):
     cls = getattr(sd, name)
     assert pickle.loads(pickle.dumps(cls)) is cls
+
+
+def test_errors_are_pickled():
+    """Else a process that raises one breaks the pool that it belongs to."""
+    with pytest.raises(ValueError) as caught:
+        sd.GPTConfig(24, emb_dim=0, num_heads=2, num_decoder_layers=1, mlp_dim=8)
+    errors = caught.value, sd.NonFiniteLogitsError("the target", 3, 4, True)
+    for error in (*errors, sd.UnsupportedCombination("gamma: got 3")):
+        for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+            assert type(again) is type(error) and str(again) == str(error)
+            assert vars(again) == vars(error)
 
 
 @pytest.mark.slow

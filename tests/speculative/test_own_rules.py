@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from own_parts import MIRRORED
-from toy_models import HashModel, compilations
+from toy_models import HashModel, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.decoding.checks import UnsupportedCombination
@@ -266,6 +266,16 @@ def repeating(**changes):
     return flax.struct.dataclass(type("Own", (sd.Drafter,), methods))()
 
 
+def test_no_row_drafts_less_than_nothing():
+    """As by a drafter that counts what is left of an input, and does not clip the number at 0."""
+    target = noisy_copy(tiny_t5(0), 2.0)  # which may skip positions that are not drafted
+    plain = sd.generate(target, INPUTS, max_new_tokens=6, eos_ids=())
+    fewer = repeating(num_drafted=lambda wanted: wanted * 0 - 1)
+    for one in (fewer, sd.HorizontalCascade(fewer, sd.PromptLookupDrafter(), 2)):
+        result = sd.generate(target, INPUTS, drafter=one, gamma=3, max_new_tokens=6, eos_ids=())
+        np.testing.assert_array_equal(result.tokens, plain.tokens)
+
+
 def test_no_row_drafts_more_than_is_wanted():
     """Else a row would pass its limit."""
     greedy = sd.generate(TARGET, INPUTS, max_new_tokens=12, eos_ids=())
@@ -341,6 +351,37 @@ def test_an_id_that_the_target_lacks_is_reported(verifier, temperature):
     if temperature == 0:
         np.testing.assert_array_equal(
             found.tokens, decode(drafter=None, gamma=0, sampling=options["sampling"]).tokens
+        )
+
+
+@flax.struct.dataclass
+class Boundless(TreeDrafter):
+    """Drafts an id at all nodes of its tree, whatever is wanted."""
+
+    token: int = flax.struct.field(pytree_node=False)
+    kinds: ClassVar[Any] = POINTS
+
+    def draft_tree(self, draft_state, state, num_wanted, max_depth):
+        def children_of(level, carry):
+            shape = *level.tokens.shape, max(level.counts)
+            return Children(jnp.full(shape, self.token, jnp.int32)), carry
+
+        return draft_state, draft_children(state, num_wanted + 9, max_depth + 9, children_of)[0]
+
+
+def test_no_row_drafts_more_of_a_tree_than_is_wanted():
+    """Else a row would pass its limit."""
+    target = tiny_t5(0)  # which repeats itself
+    options = dict(max_new_tokens=[2, 7], eos_ids=())
+    plain = sd.generate(target, INPUTS, **options)
+    token, tree = int(plain.tokens[1, -1]), sd.Tree.chain(4)
+    for gamma in ("auto", 2):
+        drafter = Boundless(token)
+        result = sd.generate(target, INPUTS, drafter=drafter, tree=tree, gamma=gamma, **options)
+        np.testing.assert_array_equal(result.tokens, plain.tokens)
+        assert result.stats.accepted
+        assert max(row.drafted / row.target_calls for row in result.stats.per_row) <= (
+            4 if gamma == "auto" else 2
         )
 
 
@@ -481,6 +522,26 @@ def test_a_policy_of_ones_own_counts_nodes():
     plain = decode(drafter=None, sampling=sd.SamplingConfig()).tokens
     result = decode(gamma=AfterLast(3), tree=sd.Tree.uniform((2, 1)), sampling=sd.SamplingConfig())
     np.testing.assert_array_equal(result.tokens, plain)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fewer(sd.Policy):
+    wants: int = -1
+
+    def wanted(self, state):
+        return jnp.int32(self.wants)
+
+
+@pytest.mark.parametrize("wants", [-1, -100, 100])
+def test_a_policy_that_wants_less_than_nothing_changes_no_token(wants):
+    target = noisy_copy(tiny_t5(0), 2.0)  # which may skip positions that are not drafted
+    drafter = sd.ModelDrafter(noisy_copy(target, 0.1, 1))
+    options = dict(max_new_tokens=6, eos_ids=())
+    plain = sd.generate(target, INPUTS, **options)
+    for one in (drafter, sd.HorizontalCascade(sd.PromptLookupDrafter(min_match=0), drafter, 2)):
+        result = sd.generate(target, INPUTS, drafter=one, gamma=Fewer(3, wants=wants), **options)
+        np.testing.assert_array_equal(result.tokens, plain.tokens)
+        assert (result.stats.drafted > 0) == (wants > 0)
 
 
 @dataclasses.dataclass(frozen=True)

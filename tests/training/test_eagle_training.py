@@ -220,6 +220,8 @@ def test_a_model_that_stays_is_not_changed(settings, tmp_path):
     "change, message",
     [
         (dict(depth=0), "depth: got 0, expected a number from 1 to 16"),
+        (dict(depth=1.5), "depth: got 1.5, expected an integer"),
+        (dict(matmul_dtype="int8"), "matmul_dtype: got 'int8', expected None, float32 or bfloat16"),
         (dict(depth_weight=0.0), r"depth_weight: got 0.0, expected a number in \(0, 1\]"),
         (dict(soft_weight=1.5), r"soft_weight: got 1.5, expected a number in \[0, 1\]"),
         (dict(label_smoothing=0.1), "label_smoothing: got 0.1, expected 0 with soft_weight = 1"),

@@ -169,7 +169,16 @@ def test_a_learner_larger_than_other_files_is_restored(tmp_path):
 
 def test_a_damaged_or_foreign_file_is_rejected_in_one_line(target, drafter, tmp_path):
     path = tmp_path / "learned"
-    feed(make(target, drafter), 0, 40).save(path)
+    with pytest.raises(ValueError, match="learned: got no such file, expected one"):
+        make(target, drafter).restore(path)
+    make(target, drafter).save(path)
+    assert not path.exists(), "nothing was learnt"
+    learner = feed(make(target, drafter), 0, 40)
+    for place in (path, tmp_path / "elsewhere"):
+        learner.save(place)
+        written = place.stat().st_mtime_ns
+        learner.save(place)  # nothing was learnt since
+        assert place.stat().st_mtime_ns == written
     whole = path.read_bytes()
     for content in (b"", b"text", whole[:-200], whole[: len(whole) // 2]):
         path.write_bytes(content)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+import pathlib
 
 import gin
 import jax
@@ -215,6 +217,16 @@ def steps_state():
     [
         (dict(steps=5), r"steps: got 5, expected at least warmup_steps \+ decay_steps = 6"),
         (dict(train_files=()), "train_files: got .*, expected at least one file"),
+        (dict(steps=20.5), "steps: got 20.5, expected an integer"),
+        (dict(masks=True), "masks: got True, expected an integer"),
+        (dict(learning_rate="0.01"), "learning_rate: got '0.01', expected a number"),
+        (dict(prompts=1), "prompts: got 1, expected True or False"),
+        (dict(output_dir=3), "output_dir: got 3, expected a string"),
+        (dict(train_files=[3]), "train_files: got 3, expected a list of strings"),
+        (dict(buckets=64), "buckets: got 64, expected a list"),
+        (dict(buckets=(16, 32.5)), "buckets: got 32.5, expected a list of integers"),
+        (dict(buckets=(16, 8)), r"buckets: got \(16, 8\), expected ascending lengths from 1"),
+        (dict(buckets=()), r"buckets: got \(\), expected ascending lengths from 1"),
         (dict(learning_rate=0.0), "learning_rate: got 0.0"),
         (dict(learning_rate=float("nan")), "learning_rate: got nan"),
         (dict(label_smoothing=1.0), "label_smoothing: got 1.0"),
@@ -241,12 +253,33 @@ def test_bad_settings(language, tmp_path, settings, message):
         config_of(language, tmp_path, **settings)
 
 
+def test_settings_of_numpy_and_paths_are_kept_as_a_record_can_hold_them(language, tmp_path):
+    own = dict(steps=12, learning_rate=0.5, buckets=(16, 32), train_files=("train.tsv",))
+    theirs = dict(
+        steps=np.int64(12),
+        learning_rate=np.float32(0.5),
+        buckets=np.array([16, 32]),
+        train_files=pathlib.Path("train.tsv"),
+    )
+    ours = config_of(language, tmp_path, **own)
+    assert config_of(language, tmp_path, **theirs) == ours
+    assert json.dumps([getattr(config_of(language, tmp_path, **theirs), name) for name in own])
+    with pytest.raises(ValueError, match="config: got {}, expected a TrainConfig"):
+        train.fit({})
+
+
+def test_files_without_text_make_no_vocabulary(language, tmp_path):
+    (tmp_path / "blank.tsv").write_text("\t\n")
+    config = config_of(language, tmp_path / "run", train_files=str(tmp_path / "blank.tsv"))
+    with pytest.raises(ValueError, match="train_files: got no text, expected at least one line"):
+        train.fit(config)
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
         (dict(train_files="missing.tsv"), "train_files: got '.*missing.tsv', expected a TSV file"),
         (dict(validation_files=["train.tsv", "gone"]), "validation_files: got '.*gone'"),
-        (dict(buckets=(16, 8)), "train.tsv: buckets: got"),
         (dict(batch_tokens=8), "train.tsv: batch_tokens: got 8"),
         (dict(vocabulary_size=5), "vocabulary_size: got 5, expected a number that fits"),
         (dict(teacher="nowhere", distill_weight=1.0), "nowhere"),
