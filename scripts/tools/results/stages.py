@@ -77,7 +77,7 @@ STAGES: dict[str, Stage] = {
         once=True,
     ),
     "scaling": Stage(
-        "a small T5, random weights, one program",
+        "size of what grows",
         (3, None),
         scaling.measure_scaling,
         scaling.format_scaling,
