@@ -101,7 +101,7 @@ def test_t5x_takes_its_turn():
 @pytest.mark.slow
 def test_models_of_8_bits_are_decoded_in_turn(monkeypatch):
     config = tiny_t5(0).config
-    monkeypatch.setattr(large, "PRESETS", {"toy": config})
+    monkeypatch.setattr(large, "make_shape", lambda preset: config)
     monkeypatch.setattr(large, "GAMMAS", (2,))
     monkeypatch.setattr(large, "make_random", lambda preset: tiny_t5(1))
     monkeypatch.setattr(large.peers, "make_decoder", lambda *of: {"another": len})

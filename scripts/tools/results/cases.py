@@ -17,6 +17,7 @@ from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.families import PRESETS
+from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
 from tools.results.stage import Row
 
@@ -44,13 +45,16 @@ def make_bundled() -> ModelDrafter:
     return ModelDrafter(load_drafter())
 
 
+def make_shape(preset: str) -> ModelConfig:
+    """Returns a published shape in float32, with an encoder of one layer if it has one."""
+    config = PRESETS[preset].replace(dtype="float32")
+    return config if config.decoder_only else config.replace(num_encoder_layers=1)
+
+
 @functools.lru_cache(maxsize=3)
 def make_random(preset: str) -> LanguageModel:
-    """Returns a published shape with random weights in float32, and an encoder of one layer."""
-    config = PRESETS[preset].replace(dtype="float32")
-    if not config.decoder_only:
-        config = config.replace(num_encoder_layers=1)
-    return LanguageModel.random(config, eos_ids=(), name=preset)
+    """Returns such a shape with random weights."""
+    return LanguageModel.random(make_shape(preset), eos_ids=(), name=preset)
 
 
 class Case(NamedTuple):

@@ -15,10 +15,16 @@ import numpy as np
 from specdec_jax.analysis.variants import SentenceBatch, Variant
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
 from tools.results import peers
-from tools.results.cases import Case, drafts, forget_programs, make_random, time_cases
+from tools.results.cases import (
+    Case,
+    drafts,
+    forget_programs,
+    make_random,
+    make_shape,
+    time_cases,
+)
 from tools.results.pair import time_iterations
 from tools.results.shapes import NEW_TOKENS, draw_inputs
 from tools.results.stage import Rows, Settings
@@ -27,14 +33,9 @@ SIZES, FORMS = ("t5_1_1/large", "t5_1_1/xl"), ("int8", "w8a8")
 DRAFTER, ALPHA, GAMMAS = "t5_1_1/small", 0.75, (3, 5)
 
 
-def make_shape(preset: str) -> Any:
-    """Returns a published shape with an encoder of one layer."""
-    return PRESETS[preset].replace(dtype="float32", num_encoder_layers=1)
-
-
 @functools.lru_cache(maxsize=len(FORMS))
 def make_target(preset: str, form: str) -> LanguageModel:
-    """Returns such a shape with dummy weights of 8 bits."""
+    """Returns a published shape with dummy weights of 8 bits, and an encoder of one layer."""
     return LanguageModel.dummy(make_shape(preset), eos_ids=(), name=preset, quantize=form)
 
 
