@@ -58,6 +58,7 @@ typedef float Loose __attribute__((vector_size(kLanes * 4), aligned(4), may_alia
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Lines __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
+typedef double Doubles __attribute__((vector_size(kLanes * 8)));
 
 static inline Vec load(const float* p) { return *reinterpret_cast<const Loose*>(p); }
 static inline void store(float* p, Vec v) { *reinterpret_cast<Loose*>(p) = v; }
@@ -92,15 +93,28 @@ template <typename V>
 static inline auto sum_of(V v) {
   return folded(v, [](V a, V b) { return a + b; });
 }
-template <int kWidth, int... I>
-static inline Vec merged(Vec a, Vec b, std::integer_sequence<int, I...>) {
-  return Vec{(I & kWidth ? b[(I ^ kWidth) % kLanes] : a[I])...} + Vec{(I & kWidth ? b[I] : a[(I ^ kWidth) % kLanes])...};
+template <int kWidth, typename Join, int... I>
+static inline Vec merged(Vec a, Vec b, const Join& join, std::integer_sequence<int, I...>) {
+  return join(Vec{(I & kWidth ? b[(I ^ kWidth) % kLanes] : a[I])...}, Vec{(I & kWidth ? b[I] : a[(I ^ kWidth) % kLanes])...});
 }
-// Of kLanes vectors the sums, each with the bits of `sum_of`.
-template <int kWidth = 1>
-static inline Vec sums_of(const Vec* v) {
+// Of kLanes vectors what `folded` makes of each, with its bits.
+template <int kWidth = 1, typename Join>
+static inline Vec all_folded(const Vec* v, const Join& join) {
   if constexpr (kWidth == kLanes) return *v;
-  else return merged<kWidth>(sums_of<2 * kWidth>(v), sums_of<2 * kWidth>(v + kWidth), std::make_integer_sequence<int, kLanes>());
+  else
+    return merged<kWidth>(all_folded<2 * kWidth>(v, join), all_folded<2 * kWidth>(v + kWidth, join), join,
+                          std::make_integer_sequence<int, kLanes>());
+}
+// Of the first few, what is made of the others being left open.
+template <typename Join>
+static inline Vec some_folded(const Vec* v, int count, const Join& join) {
+  if (count > kLanes / 4) return all_folded(v, join);
+  float own[kLanes] = {};
+  for (int i = 0; i < count; i++) own[i] = folded(v[i], join);
+  return load(own);
+}
+static inline Vec sums_of(const Vec* v) {
+  return all_folded(v, [](Vec a, Vec b) { return a + b; });
 }
 template <typename V>
 static inline auto greatest_of(V v) {
@@ -223,7 +237,7 @@ constexpr int kWide = kParts == 1 ? 4 : 1;
 
 // Tiles of AMX: 16 rows of 64 bytes. Rows of inputs are whole tiles then, one after the other.
 constexpr int kTileRows = 16, kTileBytes = 64, kTile = kTileRows * kTileBytes, kTilePanels = 2, kSums = kTileRows * kPanel;
-constexpr int kTilesAhead = 4, kTiledFrom = 9;  // rows: fewer wait for the memory anyway
+constexpr int kTiledFrom = 2;  // rows: a single one waits for the memory anyway
 #ifdef SPECDEC_TILES
 // The tiles of a thread while this lives: six of at most so many rows for sums and inputs, two for weights.
 struct Tiles {
@@ -257,8 +271,8 @@ struct Rounding {
 };
 
 // How weights of a kind are multiplied. `Input`: what meets a line of a panel, of a row; `Sum`: of kLanes columns. `Integer`: to
-// which each of the numbers in an `Input` is rounded, kInputs of them; kPart: lines of panels that stay in the cache while all
-// blocks of rows pass over them, and whose inputs are rounded together.
+// which each of the numbers in an `Input` is rounded, kInputs of them, −kMost to kMost; kPart: lines of panels that stay in the
+// cache while all blocks of rows pass over them, and whose inputs are rounded together.
 template <typename W>
 struct Kind;
 
@@ -266,7 +280,7 @@ template <>
 struct Kind<float> {
   typedef float Input;
   typedef Vec Sum;
-  static constexpr int kInputs = 1, kPart = 256;
+  static constexpr int kInputs = 1, kPart = 96;
   static Sum begin(const float* sums, const Rounding*) { return load(sums); }
   static Vec line(const float* p) { return load(p); }
   static Sum add(Sum sum, Input x, Vec w) { return sum + all(x) * w; }
@@ -278,7 +292,7 @@ static inline void add_scaled(float* sums, Ints sum, const Rounding* x) {
 }
 
 // Four neighbouring inputs, 16 bits each: the first and the third in one number, the second and the fourth in the next. Sums of
-// a part are exact: 4 · 128 · 128 · 32,767 < 2^31.
+// a part are exact: 4 · 128 · 128 · 32,639 < 2^31.
 struct Inputs16 {
   int32_t first, second;
 };
@@ -292,7 +306,7 @@ struct Kind<int8_t> {
   typedef Inputs16 Input;
   typedef int16_t Integer;
   typedef Ints Sum;
-  static constexpr int kInputs = 4, kPart = 128, kExcess = 0;
+  static constexpr int kInputs = 4, kPart = 128, kExcess = 0, kMost = 127 * 256 + 127;  // both its bytes have a sign
   static Sum begin(const float*, const Rounding*) { return Sum{}; }
   static Weights16 line(const int8_t* p) {
     const Shorts w = (Shorts)*reinterpret_cast<const Lines*>(p);
@@ -323,7 +337,7 @@ struct Kind<Quad> {
   typedef int32_t Input;
   typedef int8_t Integer;
   typedef Ints Sum;
-  static constexpr int kInputs = 4, kPart = 128;
+  static constexpr int kInputs = 4, kPart = 128, kMost = 127;
   static Sum begin(const float*, const Rounding* x) { return Sum{} + x->start; }
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512BW__))
   // These multiply bytes without a sign with bytes that have one: weights + 128 with inputs, of whose sum 128-fold the sums of
@@ -357,10 +371,13 @@ struct Kind<Quad> {
 template <typename W>
 constexpr int kLine = kPanel * Kind<W>::kInputs;  // weights in a line of a panel
 
-// Of a row of a product: its greatest column, the first of equal ones, and Σ exp(column − greatest).
-struct Peak {
-  float greatest, sum;
-  int32_t column;  // −1 where a column is not a number
+// Of rows' groups of 16 columns, their panels: the greatest, which of them it is, the first of equal ones, and
+// Σ exp(column − greatest). Where a column is not a number, the second is −1. Of up to kLanes rows at a time all
+// panels lie one after the other: threads, which have panels of their own, seldom write the same lines.
+struct Peaks {
+  float *greatest, *sums;
+  int32_t* columns;
+  Peaks at(int64_t i) const { return {greatest + i, sums + i, columns + i}; }
 };
 
 // y [rows[i]] = x [i] · w, scaled, for i < M; or of each panel of it the peak. Of int8 weights x has been rounded, in
@@ -375,7 +392,7 @@ struct Product {
   const float *scales, *bias, *residual;  // [F], [F], [.., F], or none
   float* y;
   int64_t F;
-  Peak* peaks;  // [M, panels], or none
+  Peaks peaks;  // [M / kLanes, panels, kLanes or M], in the place of y
   bool summed;
   float cap;  // 0: none
   bool tiled;
@@ -468,16 +485,20 @@ static void block_of(int m, const Inputs<W>& x, const Panels<W>& w, float* sums,
 template <typename W>
 static __attribute__((noinline)) void finish(const Product<W>& of, const float* sums, int width, int m, const int32_t* rows,
                                              int64_t begin, int64_t count) {
-  for (int i = 0; i < m; i++) {
-    const int64_t at = rows[i] * of.F + begin;
-    for (int64_t j = 0; j < count; j += kLanes) {
-      const int64_t n = count - j;
-      Vec v = load(sums + i * width + j, n);
-      if (of.scales) v *= load(of.scales + begin + j, n);
-      if (of.bias) v += load(of.bias + begin + j, n);
-      if (of.cap > 0) v = capped(v, of.cap);
-      if (of.residual) v += load(of.residual + at + j, n);
-      store(of.y + at + j, v, n);
+  const float *scales = of.scales, *biases = of.bias, *residual = of.residual, cap = of.cap;
+  float* y = of.y;
+  const int64_t F = of.F;
+  for (int64_t j = 0; j < count; j += kLanes) {
+    const int64_t n = count - j, column = begin + j;
+    const Vec scale = scales ? load(scales + column, n) : Vec{}, bias = biases ? load(biases + column, n) : Vec{};
+    for (int i = 0; i < m; i++) {
+      const int64_t at = rows[i] * F + column;
+      Vec v = load(sums + i * width + j);
+      if (scales) v *= scale;
+      if (biases) v += bias;
+      if (cap > 0) v = capped(v, cap);
+      if (residual) v += load(residual + at, n);
+      store(y + at, v, n);
     }
   }
 }
@@ -488,70 +509,107 @@ constexpr Vec counted(std::integer_sequence<int, I...>) {
 }
 constexpr Vec kFirst = counted(std::make_integer_sequence<int, kLanes>());  // 0, 1, ..
 
-// Σ exp(column − greatest) of 16 columns. Not inlined, and so with the same bits wherever it is called: a compiler may join
+typedef Vec Group[kParts];  // 16 columns
+
+// The peaks of up to kLanes groups. Not inlined, and so with the same bits wherever it is called: a compiler may join
 // multiplications and additions here and not there.
-static __attribute__((noinline)) float exp_sum(const Vec* columns, float greatest) {
-  Vec sums = {};
-  const Vec most = all(greatest > -INFINITY ? greatest : 0.0f);
-  for (int q = 0; q < kParts; q++) sums += exp_of(columns[q] - most);
-  return sum_of(sums);
-}
-
-// Of up to 16 columns of a row, the first of which is `column` of it.
-static Peak peak_of(const float* columns, const float* scales, const float* bias, float cap, int64_t count, int32_t column,
-                    bool summed) {
-  Vec own[kParts], most = all(-INFINITY), wrong = {}, first = all(kPanel);
-  for (int q = 0; q < kParts; q++) {
-    const int64_t n = count - q * kLanes;
-    Vec v = load(columns + q * kLanes);
-    if (scales) v *= load(scales + q * kLanes, n > 0 ? n : 0);
-    if (bias) v += load(bias + q * kLanes, n > 0 ? n : 0);
-    if (cap > 0) v = capped(v, cap);
-    own[q] = kFirst < (float)n ? v : all(-INFINITY);
-    most = own[q] > most ? own[q] : most;
-    wrong = own[q] == own[q] ? wrong : all(1.0f);
+static __attribute__((noinline)) void find_peaks(const Group* groups, int count, bool summed, const Peaks& to) {
+  Vec own[kLanes];
+  Ints wrong = {};
+  for (int g = count; g < kLanes; g++) own[g] = Vec{};
+  for (int g = 0; g < count; g++) {
+    own[g] = all(-INFINITY);
+    for (int q = 0; q < kParts; q++) {
+      own[g] = groups[g][q] > own[g] ? groups[g][q] : own[g];
+      wrong |= groups[g][q] != groups[g][q];
+    }
   }
-  if (sum_of(wrong) != 0) return {NAN, NAN, -1};
-  Peak peak{greatest_of(most), 0, -1};
-  for (int q = kParts - 1; q >= 0; q--) first = own[q] == peak.greatest ? kFirst + (float)(q * kLanes) : first;
-  peak.column = column - greatest_of(-first);
-  if (summed) peak.sum = exp_sum(own, peak.greatest);
-  return peak;
-}
-
-// log Σ exp(column − greatest) of a row, by its panels' peaks; not inlined, as `exp_sum`.
-static __attribute__((noinline)) float log_sum(const Peak* peaks, int64_t panels, float greatest) {
-  double sum = 0;
-  for (int64_t first = 0; first < panels; first += kLanes) {
-    const int64_t count = panels - first < kLanes ? panels - first : kLanes;
-    float own[kLanes] = {}, weights[kLanes];
-    for (int64_t p = 0; p < count; p++) own[p] = peaks[first + p].greatest;
-    store(weights, exp_of(load(own) - greatest));
-    for (int64_t p = 0; p < count; p++) sum += (double)peaks[first + p].sum * weights[p];
+  store(to.greatest, some_folded(own, count, [](Vec a, Vec b) { return b > a ? b : a; }));
+  for (int g = 0; g < count; g++) {
+    const Vec greatest = all(to.greatest[g]);
+    own[g] = all(kPanel);
+    for (int q = kParts - 1; q >= 0; q--) own[g] = groups[g][q] == greatest ? kFirst + (float)(q * kLanes) : own[g];
   }
-  return std::log(sum);
+  const Vec first = some_folded(own, count, [](Vec a, Vec b) { return b < a ? b : a; });
+  *reinterpret_cast<Lines*>(to.columns) = __builtin_convertvector(first, Ints);
+  if (summed) {
+    for (int g = 0; g < count; g++) {
+      const Vec most = all(to.greatest[g] > -INFINITY ? to.greatest[g] : 0.0f);
+      own[g] = Vec{};
+      for (int q = 0; q < kParts; q++) own[g] += exp_of(groups[g][q] - most);
+    }
+    store(to.sums, some_folded(own, count, [](Vec a, Vec b) { return a + b; }));
+  }
+  if (!sum_of(wrong)) return;
+  for (int g = 0; g < count; g++)
+    for (int k = 0; k < kPanel; k++)
+      if (const float column = groups[g][k / kLanes][k % kLanes]; column != column) to.columns[g] = -1;
 }
 
-// Of a row the peak, of the peaks of its panels, with log Σ exp(column − greatest) in the place of the sum.
-static Peak whole(const Peak* own, int64_t panels, bool summed) {
-  Peak found = own[0];
-  for (int64_t p = 1; p < panels && found.column >= 0; p++)
-    if (own[p].column < 0 || own[p].greatest > found.greatest) found = own[p];
-  if (summed) found.sum = log_sum(own, panels, found.greatest);
-  return found;
+// Of up to kLanes rows, `apart` apart, the peaks of all columns, with log Σ exp(column − greatest) in the place of the sum. It
+// reads as far as of kLanes. Not inlined, as `find_peaks`.
+static __attribute__((noinline)) void join_peaks(const Peaks& of, int64_t apart, int64_t panels, bool summed, const Peaks& to) {
+  Vec greatest = load(of.greatest);
+  Ints wrong = {}, column = *reinterpret_cast<Lines*>(of.columns);
+  for (int64_t p = 0; p < panels; p++) {
+    const Vec found = load(of.greatest + p * apart);
+    const Ints more = found > greatest, columns = *reinterpret_cast<Lines*>(of.columns + p * apart);
+    greatest = more ? found : greatest;
+    column = more ? columns + (int32_t)(p * kPanel) : column;
+    wrong |= columns < 0;
+  }
+  Doubles total = {};
+  for (int64_t p = 0; summed && p < panels; p++) {
+    const Vec own = exp_of(load(of.greatest + p * apart) - greatest) * load(of.sums + p * apart);
+    total += __builtin_convertvector(own, Doubles);
+  }
+  store(to.greatest, greatest);
+  *reinterpret_cast<Lines*>(to.columns) = column | wrong;
+  for (int i = 0; summed && i < kLanes; i++) to.sums[i] = std::log(total[i]);
 }
 
 // Sums of so many rows from `first` on, `side` panels each, to the columns of `count` panels from this one on, or their peaks.
 template <typename W>
 static void end_panels(const Product<W>& of, const float* sums, int side, int64_t panel, int64_t count, int64_t first, int rows) {
   const int64_t begin = panel * kPanel, left = of.F - begin, own = count * kPanel < left ? count * kPanel : left;
-  if (!of.peaks) return finish(of, sums, side * kPanel, rows, of.rows + first, begin, own);
-  const int64_t panels = (of.F + kPanel - 1) / kPanel;
-  for (int i = 0; i < rows; i++)
-    for (int64_t j = 0; j < own; j += kPanel)
-      of.peaks[(first + i) * panels + panel + j / kPanel] =
-          peak_of(sums + i * side * kPanel + j, of.scales ? of.scales + begin + j : nullptr,
-                  of.bias ? of.bias + begin + j : nullptr, of.cap, own - j < kPanel ? own - j : kPanel, begin + j, of.summed);
+  if (of.y) return finish(of, sums, side * kPanel, rows, of.rows + first, begin, own);
+  const float *scales = of.scales, *biases = of.bias, cap = of.cap;
+  const int64_t panels = (of.F + kPanel - 1) / kPanel, apart = of.M < kLanes ? of.M : kLanes;
+  const Peaks peaks = of.peaks;
+  Group groups[kLanes];
+  float greatest[kLanes], exponentials[kLanes];
+  int32_t columns[kLanes];
+  int64_t places[kLanes];
+  int filled = 0;
+  const auto flush = [&] {
+    find_peaks(groups, filled, of.summed, {greatest, exponentials, columns});
+    for (int g = 0; g < filled; g++) {
+      const Peaks to = peaks.at(places[g]);
+      *to.greatest = greatest[g], *to.sums = exponentials[g], *to.columns = columns[g];
+    }
+    filled = 0;
+  };
+  for (int64_t j = 0; j < own; j += kPanel) {
+    Vec scale[kParts], bias[kParts];
+    for (int q = 0; q < kParts; q++) {
+      const int64_t k = j + q * kLanes, n = own > k ? own - k : 0;
+      scale[q] = scales ? load(scales + begin + k, n) : all(1.0f);
+      bias[q] = biases ? load(biases + begin + k, n) : Vec{};
+    }
+    for (int i = 0; i < rows; i++) {
+      for (int q = 0; q < kParts; q++) {
+        const int64_t k = j + q * kLanes;
+        Vec v = load(sums + i * side * kPanel + k) * scale[q];
+        if (biases) v += bias[q];
+        if (cap > 0) v = capped(v, cap);
+        groups[filled][q] = own - k < kLanes ? kFirst < (float)(own - k) ? v : all(-INFINITY) : v;
+      }
+      const int64_t row = first + i;
+      places[filled] = (row / kLanes * panels + panel + j / kPanel) * apart + row % kLanes;
+      if (++filled == kLanes) flush();
+    }
+  }
+  if (filled) flush();
 }
 
 // P panels from this one on for all rows, in blocks of kLeast to kMost; where fewer are left one takes the place of all P.
@@ -590,76 +648,71 @@ static void panels_of(const Product<W>& of, int64_t first, int64_t last) {
 }
 
 #ifdef SPECDEC_TILES
-// Of two tiles of inputs and two of weights, `count` of each, the four products; those of the inputs and of the weights lie so far
-// apart. Of inputs of 16 bits the second tile is the lower half, which has no sign. `left`: tiles to the end of the panels, if
-// those that are read next are to be asked for.
-template <typename W>
-static inline void multiply_tiles(const int8_t* x, int64_t apart, const int8_t* w, int64_t next, int count, int left, bool two,
-                                  int32_t* to) {
+// Of one tile of inputs or two and two of weights, `count` of each, the products; those of the inputs and of the weights lie so far
+// apart. To ask for weights ahead was no faster.
+template <bool kTwo>
+static inline void multiply_tiles(const int8_t* x, int64_t apart, const int8_t* w, int64_t next, int count, int32_t* to) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   for (int k = 0; k < count; k++, x += kTile, w += kTile) {
-    const int8_t* ahead = w + kTilesAhead * kTile + (k + kTilesAhead < left ? 0 : next);
-    for (int i = left < 0 ? kTile : 0; i < kTile; i += kTileBytes) {
-      __builtin_prefetch(ahead + i, 0, 3);
-      __builtin_prefetch(ahead + next + i, 0, 3);
-    }
     _tile_loadd(4, x, kTileBytes);
     _tile_loadd(6, w, kTileBytes);
     _tile_loadd(7, w + next, kTileBytes);
     _tile_dpbssd(0, 4, 6);
     _tile_dpbssd(1, 4, 7);
-    if (!two) continue;
+    if (!kTwo) continue;
     _tile_loadd(5, x + apart, kTileBytes);
-    if constexpr (std::is_same_v<W, int8_t>) {
-      _tile_dpbusd(2, 5, 6);
-      _tile_dpbusd(3, 5, 7);
-    } else {
-      _tile_dpbssd(2, 5, 6);
-      _tile_dpbssd(3, 5, 7);
-    }
+    _tile_dpbssd(2, 5, 6);
+    _tile_dpbssd(3, 5, 7);
   }
   _tile_stored(0, to, kTileBytes);
   _tile_stored(1, to + kSums, kTileBytes);
-  if (!two) return;
+  if (!kTwo) return;
   _tile_stored(2, to + 2 * kSums, kTileBytes);
   _tile_stored(3, to + 3 * kSums, kTileBytes);
 }
 
-// Panels first .. last - 1, two at a time, with x in tiles: blocks of 32 rows of 8 bits, or of 16 rows of 16 bits. The sums of
-// products are exact, and so the bits are those of `columns`. What a block has found is read after the next one's products, which
-// would wait for it otherwise.
+// sums [rows, 2 panels] = or += what `multiply_tiles` found.
+template <int kBytes>
+static inline void add_found(const int32_t* found, const Rounding* roundings, int64_t apart, int rows, bool begins, float* sums) {
+  for (int i = 0; i < rows; i++, roundings += apart) {
+    const int byte = i * kBytes;
+    for (int p = 0; p < kTilePanels; p++, sums += kPanel) {
+      const auto* from = (const Ints*)(found + (byte / kTileRows * kTilePanels + p) * kSums + byte % kTileRows * kPanel);
+      if (begins) store(sums, Vec{});
+      add_scaled(sums, kBytes == 2 ? (from[0] << 8) + from[1] : from[0], roundings);
+    }
+  }
+}
+
+// Panels first .. last - 1, two at a time, with the bytes of x in tiles: of 8 bits 32 rows at a time, of 16 bits, whose upper and
+// lower bytes are rows, 16. The sums of products are exact, and so the bits are those of `columns`. What a block has found is read
+// after the next one's products, which would wait for it otherwise.
 template <typename W>
 static __attribute__((noinline)) void tiled(const Product<W>& of, int64_t first, int64_t last) {
-  constexpr bool kHalves = std::is_same_v<W, int8_t>;
-  constexpr int kRows = kHalves ? kTileRows : 2 * kTileRows, kMost = Kind<W>::kPart / kTileRows;
-  const Tiles tiles(of.M);
+  constexpr int kBytes = sizeof(typename Kind<W>::Integer), kRows = 2 * kTileRows / kBytes, kMost = Kind<W>::kPart / kTileRows;
+  const Tiles tiles(of.M * kBytes);
   const int64_t apart = of.lines * kTileBytes;  // bytes of a panel, and of 16 rows of 8 bits
   alignas(64) int32_t found[2][4 * kSums];
   alignas(64) float sums[kRows * kTilePanels * kPanel];
   int64_t panel = first, row = 0, part = 0;
   const auto end = [&](const int32_t* from) {
     const int rows = of.M - row < kRows ? of.M - row : kRows;
-    const auto sum = [&](int tile, int i) { return *reinterpret_cast<const Ints*>(from + tile * kSums + i * kPanel); };
-    if (!part) std::memset(sums, 0, sizeof(float) * rows * kTilePanels * kPanel);
-    for (int i = 0; i < rows; i++)
-      for (int p = 0; p < kTilePanels; p++)
-        add_scaled(sums + (i * kTilePanels + p) * kPanel,
-                   kHalves ? sum(p, i) * 256 + sum(2 + p, i) : sum(i / kTileRows * 2 + p, i % kTileRows),
-                   of.roundings + (row + i) * of.parts + part);
-    if (part == of.parts - 1) end_panels(of, sums, kTilePanels, panel, kTilePanels, row, rows);
+    add_found<kBytes>(from, of.roundings + row * of.parts + part, of.parts, rows, !part, sums);
+    if (part == of.parts - 1) end_panels(of, sums, kTilePanels, panel, last - panel < kTilePanels ? 1 : kTilePanels, row, rows);
   };
   bool turn = false, some = false;
   for (int64_t p = first; p < last; p += kTilePanels)
     for (int64_t r = 0; r < of.M; r += kRows)
       for (int64_t k = 0; k < of.parts; k++, turn = !turn, some = true) {
         const int8_t* w = (const int8_t*)of.w + p * apart + k * kMost * kTile;
-        const int8_t* x = (const int8_t*)of.x + r / kTileRows * (1 + kHalves) * apart + k * kMost * kTile;
+        const int8_t* x = (const int8_t*)of.x + r * kBytes / kTileRows * apart + k * kMost * kTile;
         const int64_t left = of.lines / kTileRows - k * kMost, next = p + 1 < last ? apart : 0;
-        const bool two = kHalves || of.M - r > kTileRows;
-        multiply_tiles<W>(x, apart, w, next, left < kMost ? left : kMost, r ? -1 : left, two, found[turn]);
+        const int count = left < kMost ? left : kMost;
+        if ((of.M - r) * kBytes > kTileRows) multiply_tiles<true>(x, apart, w, next, count, found[turn]);
+        else multiply_tiles<false>(x, apart, w, next, count, found[turn]);
         if (some) end(found[!turn]);
         panel = p, row = r, part = k;
       }
@@ -740,19 +793,42 @@ static inline Ints paired(Ints v, std::integer_sequence<int, I...>) {
   return Ints{v[I % 4 == 1 ? I + 1 : I % 4 == 2 ? I - 1 : I]...};
 }
 
-// Rounds a row of inputs, in parts; a part's scale is none where an input is not finite. `plain`: in the order of x.
+// Rounded inputs as `columns` reads them.
 template <typename W>
-static __attribute__((noinline)) void rounded(const float* x, int64_t K, bool plain, typename Kind<W>::Input* to,
-                                              Rounding* roundings) {
-  typedef typename Kind<W>::Integer Integer;
+struct InLine {
+  typename Kind<W>::Integer* to;
+  void operator()(int64_t k, Ints integers, int64_t left) const {
+    if constexpr (sizeof(*to) == 2) integers = paired(integers, std::make_integer_sequence<int, kLanes>());
+    if (left >= kLanes) return narrowed(integers, to + k);
+    typename Kind<W>::Integer own[kLanes];
+    narrowed(integers, own);
+    std::memcpy(to + k, own, sizeof(*to) * left);
+  }
+};
+
+#ifdef SPECDEC_TILES
+// The same as `tiled` reads them, in whole vectors.
+template <typename W>
+struct InTiles {
+  int8_t* to;
+  void operator()(int64_t k, Ints integers, int64_t) const {
+    int8_t* at = to + k / kTileBytes * kTile + k % kTileBytes;
+    if constexpr (sizeof(typename Kind<W>::Integer) == 2) narrowed((integers + 128) >> 8, at), at += kTileBytes;
+    narrowed(integers, at);
+  }
+};
+#endif
+
+// Rounds a row of inputs, in parts; a part's scale is none where an input is not finite.
+template <typename W, typename To>
+static __attribute__((noinline)) void rounded(const float* x, int64_t K, Rounding* roundings, To to) {
   constexpr int64_t kInputs = Kind<W>::kInputs, kEach = Kind<W>::kPart * kInputs;
-  constexpr float kMost = std::numeric_limits<Integer>::max();
-  Integer* out = reinterpret_cast<Integer*>(to);
-  for (int64_t first = 0; first < K; first += kEach, x += kEach, out += kEach) {
-    const int64_t count = K - first < kEach ? K - first : kEach;
+  constexpr float kMost = Kind<W>::kMost;
+  for (int64_t first = 0; first < K; first += kEach) {
+    const int64_t end = K - first < kEach ? K : first + kEach;
     Ints most = {};  // the bits of magnitudes, which have the order of the magnitudes
-    for (int64_t k = 0; k < count; k += kLanes) {
-      const Ints size = (Ints)load(x + k, count - k) & 0x7fffffff;
+    for (int64_t k = first; k < end; k += kLanes) {
+      const Ints size = (Ints)load(x + k, end - k) & 0x7fffffff;
       most = size > most ? size : most;
     }
     const int32_t bits = greatest_of(most);
@@ -762,38 +838,15 @@ static __attribute__((noinline)) void rounded(const float* x, int64_t K, bool pl
     // What is as small as this is as good as 0, and its reciprocal would not be finite.
     const float inverse = finite && greatest > 1e-30f ? kMost / greatest : 0.0f;
     Ints total = {};
-    for (int64_t k = 0; k < count; k += kLanes) {
-      const Vec v = finite ? load(x + k, count - k) : Vec{};
-      Ints integers = (Ints)(v * inverse + all(kShift)) - 0x4b400000;
+    for (int64_t k = first; k < end; k += kLanes) {
+      const Vec v = finite ? load(x + k, end - k) : Vec{};
+      const Ints integers = (Ints)(v * inverse + all(kShift)) - 0x4b400000;
       total += integers;
-      if (sizeof(Integer) == 2 && !plain) integers = paired(integers, std::make_integer_sequence<int, kLanes>());
-      const int64_t left = (count - k + kInputs - 1) / kInputs * kInputs;
-      Integer own[kLanes];
-      narrowed(integers, left < kLanes ? own : out + k);
-      if (left < kLanes) std::memcpy(out + k, own, sizeof(Integer) * left);
+      to(k, integers, (end - k + kInputs - 1) / kInputs * kInputs);
     }
     *roundings++ = {finite ? greatest / kMost : NAN, Kind<W>::kExcess * -sum_of(total)};
   }
 }
-
-#ifdef SPECDEC_TILES
-// Cuts rounded row i into the tiles that `multiply_tiles` reads.
-template <typename W>
-static void cut_into_tiles(const typename Kind<W>::Input* row, int64_t i, int64_t K, typename Kind<W>::Input* tiles) {
-  int8_t* to = (int8_t*)(tiles + (i - i % kTileRows) * (K / Kind<W>::kInputs)) + i % kTileRows * kTileBytes;
-  for (int64_t k = 0; k < K; k += kTileBytes, to += kTile) {
-    if constexpr (std::is_same_v<W, Quad>) {
-      std::memcpy(to, (const int8_t*)row + k, kTileBytes);
-    } else {
-      for (int half = 0; half < kTileBytes; half += 32) {
-        const __m512i x = _mm512_loadu_si512((const int16_t*)row + k + half);
-        _mm256_storeu_si256((__m256i*)(to + half), _mm512_cvtepi16_epi8(_mm512_srai_epi16(x, 8)));
-        _mm256_storeu_si256((__m256i*)(to + half + kTileRows * K), _mm512_cvtepi16_epi8(x));
-      }
-    }
-  }
-}
-#endif
 
 // What is made of a row before it is multiplied: `panels.Before`.
 enum : int64_t { kNothing, kRootMeanSquare, kMeanAndVariance, kActivation, kGate };
@@ -896,7 +949,8 @@ static ffi::Error multiply(ffi::ThreadPool pool, const Floats& x, const ffi::Buf
   static thread_local std::vector<int32_t> own_rows;
   static thread_local std::vector<Input> own_x;
   static thread_local std::vector<Rounding> own_roundings;
-  static thread_local std::vector<Peak> own_peaks;
+  static thread_local std::vector<float> own_peaks;
+  static thread_local std::vector<int32_t> own_columns;
   int32_t* rows = room(own_rows, all);
   int64_t M = 0;
   for (int64_t row = 0; row < all; row++) {
@@ -908,36 +962,50 @@ static ffi::Error multiply(ffi::ThreadPool pool, const Floats& x, const ffi::Buf
   const float* given = x.typed_data();
   const bool tiled = kInputs > 1 && M >= kTiledFrom && K > 0 && K % kTileBytes == 0 && may_use_tiles();
   Product<W> of{(const Input*)given, nullptr, rows, M, lines, parts, (const W*)w.typed_data(), or_none(scales), to.bias,
-                to.residual, to.y, F, nullptr, to.summed, to.cap, tiled};
+                to.residual, to.y, F, {}, to.summed, to.cap, tiled};
   if (kInputs > 1 || M < all || before.kind != kNothing) {
     Input* into = room(own_x, (M + kTileRows - 1) / kTileRows * kTileRows * lines);
     Rounding* roundings = room(own_roundings, M * parts);
     in_parallel(pool, M, 1 + (1 << 13) / (K + 1), M * K / (1 << 14), [=](int64_t first, int64_t last) {
       static thread_local std::vector<float> own;
-      static thread_local std::vector<Input> own_line;
       for (int64_t i = first; i < last; i++) {
         const float* row = given + rows[i] * width;
         float* made = kInputs > 1 ? before.kind == kNothing ? nullptr : room(own, K) : (float*)(into + i * lines);
         if (before.kind != kNothing) prepared(before, row, K, made);
         else if (kInputs == 1) std::memcpy(made, row, sizeof(float) * K);
         if constexpr (kInputs > 1) {
-          Input* line = of.tiled ? room(own_line, lines) : into + i * lines;
-          rounded<W>(made ? made : row, K, of.tiled, line, roundings + i * parts);
+          typedef typename Kind<W>::Integer Integer;
 #ifdef SPECDEC_TILES
-          if (of.tiled) cut_into_tiles<W>(line, i, K, into);
+          const int64_t byte = i * sizeof(Integer);
+          if (of.tiled) {
+            int8_t* to = (int8_t*)into + byte / kTileRows * kTileRows * K + byte % kTileRows * kTileBytes;
+            rounded<W>(made ? made : row, K, roundings + i * parts, InTiles<W>{to});
+            continue;
+          }
 #endif
+          rounded<W>(made ? made : row, K, roundings + i * parts, InLine<W>{(Integer*)(into + i * lines)});
         }
       }
     });
     of.x = into, of.roundings = roundings;
   }
-  if (!to.y) of.peaks = room(own_peaks, M * panels);
+  const int64_t blocks = (M + kLanes - 1) / kLanes, apart = M < kLanes ? M : kLanes;
+  const int64_t block_size = panels * apart, size = blocks * block_size + kLanes;
+  if (!to.y) of.peaks = {room(own_peaks, 2 * size), own_peaks.data() + size, room(own_columns, size)};
   product<W>(pool, of);
-  for (int64_t i = 0; !to.y && i < M; i++) {
-    const Peak found = whole(of.peaks + i * panels, panels, to.summed);
-    to.tokens[rows[i]] = found.column;
-    to.log_probs[rows[i]] = found.column < 0 ? NAN : to.summed ? 0.0f - found.sum : 0.0f;
-  }
+  if (to.y) return ffi::Error::Success();
+  in_parallel(pool, blocks, 1, blocks * panels / (1 << 9), [=](int64_t first, int64_t last) {
+    float greatest[kLanes], log_sums[kLanes] = {};
+    int32_t columns[kLanes];
+    for (int64_t block = first; block < last; block++) {
+      join_peaks(of.peaks.at(block * block_size), apart, panels, to.summed, {greatest, log_sums, columns});
+      for (int64_t i = 0; i < kLanes && block * kLanes + i < M; i++) {
+        const int32_t row = rows[block * kLanes + i];
+        to.tokens[row] = columns[i];
+        to.log_probs[row] = columns[i] < 0 ? NAN : 0.0f - log_sums[i];
+      }
+    }
+  });
   return ffi::Error::Success();
 }
 
@@ -1000,30 +1068,28 @@ static ffi::Error LogSums(ffi::ThreadPool pool, Floats x, Out<ffi::F32> greatest
   if (!V || V > INT32_MAX || !has(*greatest, rows) || !has(*log_sums, rows)) return unfit("log-sums: shapes do not fit");
   const float* from = x.typed_data();
   float *most = greatest->typed_data(), *logs = log_sums->typed_data();
-  in_parallel(pool, rows, 1, rows * V / (1 << 13), [=](int64_t first, int64_t last) {
-    static thread_local std::vector<Peak> own_peaks;
-    const int64_t panels = (V + kPanel - 1) / kPanel;
-    Peak* own = room(own_peaks, panels);
-    for (int64_t i = first; i < last; i++) {
-      float found = -INFINITY;
+  const int64_t panels = (V + kPanel - 1) / kPanel, size = panels * kLanes;
+  in_parallel(pool, (rows + kLanes - 1) / kLanes, 1, rows * V / (1 << 13), [=](int64_t first, int64_t last) {
+    static thread_local std::vector<float> own;
+    static thread_local std::vector<int32_t> own_columns;
+    const Peaks peaks{room(own, 2 * size), own.data() + size, room(own_columns, size)};
+    Group groups[kLanes];
+    float found[kLanes], sums[kLanes];
+    int32_t columns[kLanes];
+    for (int64_t i = first * kLanes; i < rows && i < last * kLanes; i += kLanes) {
+      const int count = rows - i < kLanes ? rows - i : kLanes;
       for (int64_t p = 0; p < panels; p++) {
-        const float* columns = from + i * V + p * kPanel;
-        const int64_t count = V - p * kPanel;
-        float last_ones[kPanel];
-        if (count < kPanel) {
-          for (int64_t k = 0; k < kPanel; k++) last_ones[k] = k < count ? columns[k] : -INFINITY;
-          columns = last_ones;
-        }
-        Vec all_of[kParts], greatest = all(-INFINITY);
-        for (int q = 0; q < kParts; q++) {
-          all_of[q] = load(columns + q * kLanes);
-          greatest = all_of[q] > greatest ? all_of[q] : greatest;
-        }
-        own[p].greatest = greatest_of(greatest);
-        own[p].sum = exp_sum(all_of, own[p].greatest);  // not a number where a column is none
-        found = own[p].greatest > found ? own[p].greatest : found;
+        for (int g = 0; g < count; g++)
+          for (int q = 0; q < kParts; q++) {
+            const int64_t k = p * kPanel + q * kLanes;
+            const float* row = from + (i + g) * V;
+            const Vec v = V > k ? load(row + k, V - k) : Vec{};
+            groups[g][q] = V - k >= kLanes ? v : kFirst < (float)(V - k) ? v : all(-INFINITY);
+          }
+        find_peaks(groups, count, true, peaks.at(p * kLanes));
       }
-      most[i] = found, logs[i] = found > -INFINITY ? log_sum(own, panels, found) : 0.0f;
+      join_peaks(peaks, kLanes, panels, true, {found, sums, columns});
+      for (int g = 0; g < count; g++) most[i + g] = found[g], logs[i + g] = found[g] == -INFINITY ? 0.0f : sums[g];
     }
   });
   return ffi::Error::Success();
