@@ -416,6 +416,10 @@ def test_greedy_tokens(K, F, kind):
     np.testing.assert_array_equal(
         stored.greedy_token_and_logprob(jnp.asarray(x), None, normalize=False)[0], tokens
     )
+    wrong = np.arange(200) % 31 == 7
+    none = run(np.where(wrong[:, None], np.nan, x))
+    np.testing.assert_array_equal(none[0], np.where(wrong, -1, tokens))
+    same(none[1], np.where(wrong, np.float32(np.nan), log_probs))
     assert run(x[:0])[0].shape == (0,)
 
 

@@ -280,7 +280,7 @@ template <>
 struct Kind<float> {
   typedef float Input;
   typedef Vec Sum;
-  static constexpr int kInputs = 1, kPart = 96;
+  static constexpr int kInputs = 1, kPart = 128;
   static Sum begin(const float* sums, const Rounding*) { return load(sums); }
   static Vec line(const float* p) { return load(p); }
   static Sum add(Sum sum, Input x, Vec w) { return sum + all(x) * w; }
@@ -392,7 +392,7 @@ struct Product {
   const float *scales, *bias, *residual;  // [F], [F], [.., F], or none
   float* y;
   int64_t F;
-  Peaks peaks;  // [M / kLanes, panels, kLanes or M], in the place of y
+  Peaks peaks;  // [⌈M / kLanes⌉, panels, kLanes or M], in the place of y
   bool summed;
   float cap;  // 0: none
   bool tiled;
@@ -508,6 +508,8 @@ constexpr Vec counted(std::integer_sequence<int, I...>) {
   return Vec{(float)I...};
 }
 constexpr Vec kFirst = counted(std::make_integer_sequence<int, kLanes>());  // 0, 1, ..
+// The first n of them, if that is less; −∞ in the place of the others.
+static inline Vec only(Vec v, int64_t n) { return n >= kLanes ? v : kFirst < (float)n ? v : all(-INFINITY); }
 
 typedef Vec Group[kParts];  // 16 columns
 
@@ -515,35 +517,29 @@ typedef Vec Group[kParts];  // 16 columns
 // multiplications and additions here and not there.
 static __attribute__((noinline)) void find_peaks(const Group* groups, int count, bool summed, const Peaks& to) {
   Vec own[kLanes];
-  Ints wrong = {};
-  for (int g = count; g < kLanes; g++) own[g] = Vec{};
-  for (int g = 0; g < count; g++) {
-    own[g] = all(-INFINITY);
-    for (int q = 0; q < kParts; q++) {
-      own[g] = groups[g][q] > own[g] ? groups[g][q] : own[g];
-      wrong |= groups[g][q] != groups[g][q];
-    }
-  }
+  for (int g = 0; g < kLanes; g++) own[g] = all(-INFINITY);
+  for (int g = 0; g < count; g++)
+    for (int q = 0; q < kParts; q++) own[g] = groups[g][q] > own[g] ? groups[g][q] : own[g];
   store(to.greatest, some_folded(own, count, [](Vec a, Vec b) { return b > a ? b : a; }));
   for (int g = 0; g < count; g++) {
     const Vec greatest = all(to.greatest[g]);
+    Ints wrong = {};
     own[g] = all(kPanel);
-    for (int q = kParts - 1; q >= 0; q--) own[g] = groups[g][q] == greatest ? kFirst + (float)(q * kLanes) : own[g];
+    for (int q = kParts - 1; q >= 0; q--) {
+      own[g] = groups[g][q] == greatest ? kFirst + (float)(q * kLanes) : own[g];
+      wrong |= groups[g][q] != groups[g][q];
+    }
+    own[g] = wrong ? all(-1.0f) : own[g];
   }
   const Vec first = some_folded(own, count, [](Vec a, Vec b) { return b < a ? b : a; });
   *reinterpret_cast<Lines*>(to.columns) = __builtin_convertvector(first, Ints);
-  if (summed) {
-    for (int g = 0; g < count; g++) {
-      const Vec most = all(to.greatest[g] > -INFINITY ? to.greatest[g] : 0.0f);
-      own[g] = Vec{};
-      for (int q = 0; q < kParts; q++) own[g] += exp_of(groups[g][q] - most);
-    }
-    store(to.sums, some_folded(own, count, [](Vec a, Vec b) { return a + b; }));
+  if (!summed) return;
+  for (int g = 0; g < count; g++) {
+    const Vec most = all(to.greatest[g] > -INFINITY ? to.greatest[g] : 0.0f);
+    own[g] = Vec{};
+    for (int q = 0; q < kParts; q++) own[g] += exp_of(groups[g][q] - most);
   }
-  if (!sum_of(wrong)) return;
-  for (int g = 0; g < count; g++)
-    for (int k = 0; k < kPanel; k++)
-      if (const float column = groups[g][k / kLanes][k % kLanes]; column != column) to.columns[g] = -1;
+  store(to.sums, some_folded(own, count, [](Vec a, Vec b) { return a + b; }));
 }
 
 // Of up to kLanes rows, `apart` apart, the peaks of all columns, with log Σ exp(column − greatest) in the place of the sum. It
@@ -565,19 +561,19 @@ static __attribute__((noinline)) void join_peaks(const Peaks& of, int64_t apart,
   }
   store(to.greatest, greatest);
   *reinterpret_cast<Lines*>(to.columns) = column | wrong;
-  for (int i = 0; summed && i < kLanes; i++) to.sums[i] = std::log(total[i]);
+  for (int i = 0; summed && i < apart; i++) to.sums[i] = std::log(total[i]);
 }
 
 // Sums of so many rows from `first` on, `side` panels each, to the columns of `count` panels from this one on, or their peaks.
 template <typename W>
-static void end_panels(const Product<W>& of, const float* sums, int side, int64_t panel, int64_t count, int64_t first, int rows) {
+static __attribute__((noinline)) void end_panels(const Product<W>& of, const float* sums, int side, int64_t panel, int64_t count, int64_t first, int rows) {
   const int64_t begin = panel * kPanel, left = of.F - begin, own = count * kPanel < left ? count * kPanel : left;
   if (of.y) return finish(of, sums, side * kPanel, rows, of.rows + first, begin, own);
   const float *scales = of.scales, *biases = of.bias, cap = of.cap;
   const int64_t panels = (of.F + kPanel - 1) / kPanel, apart = of.M < kLanes ? of.M : kLanes;
   const Peaks peaks = of.peaks;
   Group groups[kLanes];
-  float greatest[kLanes], exponentials[kLanes];
+  float greatest[kLanes], exponentials[kLanes] = {};
   int32_t columns[kLanes];
   int64_t places[kLanes];
   int filled = 0;
@@ -602,7 +598,7 @@ static void end_panels(const Product<W>& of, const float* sums, int side, int64_
         Vec v = load(sums + i * side * kPanel + k) * scale[q];
         if (biases) v += bias[q];
         if (cap > 0) v = capped(v, cap);
-        groups[filled][q] = own - k < kLanes ? kFirst < (float)(own - k) ? v : all(-INFINITY) : v;
+        groups[filled][q] = only(v, own - k);
       }
       const int64_t row = first + i;
       places[filled] = (row / kLanes * panels + panel + j / kPanel) * apart + row % kLanes;
@@ -964,7 +960,9 @@ static ffi::Error multiply(ffi::ThreadPool pool, const Floats& x, const ffi::Buf
   Product<W> of{(const Input*)given, nullptr, rows, M, lines, parts, (const W*)w.typed_data(), or_none(scales), to.bias,
                 to.residual, to.y, F, {}, to.summed, to.cap, tiled};
   if (kInputs > 1 || M < all || before.kind != kNothing) {
-    Input* into = room(own_x, (M + kTileRows - 1) / kTileRows * kTileRows * lines);
+    constexpr int64_t kLineInputs = kTileBytes / sizeof(Input);
+    Input* into = room(own_x, (M + kTileRows - 1) / kTileRows * kTileRows * lines + kLineInputs);
+    into += -(uintptr_t)into / sizeof(Input) % kLineInputs;  // rows of tiles are lines of the cache
     Rounding* roundings = room(own_roundings, M * parts);
     in_parallel(pool, M, 1 + (1 << 13) / (K + 1), M * K / (1 << 14), [=](int64_t first, int64_t last) {
       static thread_local std::vector<float> own;
@@ -989,11 +987,14 @@ static ffi::Error multiply(ffi::ThreadPool pool, const Floats& x, const ffi::Buf
     });
     of.x = into, of.roundings = roundings;
   }
+  if (to.y) {
+    product<W>(pool, of);
+    return ffi::Error::Success();
+  }
   const int64_t blocks = (M + kLanes - 1) / kLanes, apart = M < kLanes ? M : kLanes;
   const int64_t block_size = panels * apart, size = blocks * block_size + kLanes;
-  if (!to.y) of.peaks = {room(own_peaks, 2 * size), own_peaks.data() + size, room(own_columns, size)};
+  of.peaks = {room(own_peaks, 2 * size), own_peaks.data() + size, room(own_columns, size)};
   product<W>(pool, of);
-  if (to.y) return ffi::Error::Success();
   in_parallel(pool, blocks, 1, blocks * panels / (1 << 9), [=](int64_t first, int64_t last) {
     float greatest[kLanes], log_sums[kLanes] = {};
     int32_t columns[kLanes];
@@ -1068,28 +1069,28 @@ static ffi::Error LogSums(ffi::ThreadPool pool, Floats x, Out<ffi::F32> greatest
   if (!V || V > INT32_MAX || !has(*greatest, rows) || !has(*log_sums, rows)) return unfit("log-sums: shapes do not fit");
   const float* from = x.typed_data();
   float *most = greatest->typed_data(), *logs = log_sums->typed_data();
-  const int64_t panels = (V + kPanel - 1) / kPanel, size = panels * kLanes;
-  in_parallel(pool, (rows + kLanes - 1) / kLanes, 1, rows * V / (1 << 13), [=](int64_t first, int64_t last) {
+  const int64_t threads = pool.num_threads() > 1 ? pool.num_threads() : 1, share = (rows + threads - 1) / threads;
+  const int64_t apart = share < kLanes ? share : kLanes, panels = (V + kPanel - 1) / kPanel, size = panels * apart + kLanes;
+  in_parallel(pool, (rows + apart - 1) / apart, 1, rows * V / (1 << 13), [=](int64_t first, int64_t last) {
     static thread_local std::vector<float> own;
     static thread_local std::vector<int32_t> own_columns;
     const Peaks peaks{room(own, 2 * size), own.data() + size, room(own_columns, size)};
     Group groups[kLanes];
     float found[kLanes], sums[kLanes];
     int32_t columns[kLanes];
-    for (int64_t i = first * kLanes; i < rows && i < last * kLanes; i += kLanes) {
-      const int count = rows - i < kLanes ? rows - i : kLanes;
+    for (int64_t i = first * apart; i < rows && i < last * apart; i += apart) {
+      const int count = rows - i < apart ? rows - i : apart;
       for (int64_t p = 0; p < panels; p++) {
         for (int g = 0; g < count; g++)
           for (int q = 0; q < kParts; q++) {
-            const int64_t k = p * kPanel + q * kLanes;
-            const float* row = from + (i + g) * V;
-            const Vec v = V > k ? load(row + k, V - k) : Vec{};
-            groups[g][q] = V - k >= kLanes ? v : kFirst < (float)(V - k) ? v : all(-INFINITY);
+            const int64_t k = p * kPanel + q * kLanes, n = V > k ? V - k : 0;
+            groups[g][q] = only(load(from + (i + g) * V + k, n), n);
           }
-        find_peaks(groups, count, true, peaks.at(p * kLanes));
+        find_peaks(groups, count, true, peaks.at(p * apart));
       }
-      join_peaks(peaks, kLanes, panels, true, {found, sums, columns});
-      for (int g = 0; g < count; g++) most[i + g] = found[g], logs[i + g] = found[g] == -INFINITY ? 0.0f : sums[g];
+      join_peaks(peaks, apart, panels, true, {found, sums, columns});
+      for (int g = 0; g < count; g++)
+        most[i + g] = found[g], logs[i + g] = columns[g] < 0 ? NAN : found[g] == -INFINITY ? 0.0f : sums[g];
     }
   });
   return ffi::Error::Success();
