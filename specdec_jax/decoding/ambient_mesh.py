@@ -67,13 +67,17 @@ def adapt_to_mesh(network: Network, rows: int, replicate: bool = False) -> Netwo
     return network.with_backend(_mesh_platform(mesh), rules)
 
 
-def adapt_drafter_to_mesh(drafter: Any, rows: int) -> Any:
-    """Returns a drafter with networks adapted by `adapt_to_mesh`; every device holds them whole."""
-    leaves, structure = jax.tree.flatten(drafter, lambda node: isinstance(node, Network))
-    return jax.tree.unflatten(
-        structure,
-        [adapt_to_mesh(leaf, rows, True) if isinstance(leaf, Network) else leaf for leaf in leaves],
-    )
+def adapt_drafter_to_mesh(drafter: Any, rows: int, target: Network) -> Any:
+    """Returns a drafter with networks adapted by `adapt_to_mesh`; every device holds them whole.
+
+    Parts of the target lie as the target does.
+    """
+
+    def adapt(leaf: Any) -> Any:
+        own = isinstance(leaf, Network) and leaf.params is not target.params
+        return adapt_to_mesh(leaf, rows, True) if own else leaf
+
+    return jax.tree.map(adapt, drafter, is_leaf=lambda node: isinstance(node, Network))
 
 
 def _mesh_platform(mesh: Mesh) -> str:

@@ -96,14 +96,13 @@ def _find_varying_axes(array: Any) -> frozenset:
 
 def end_ids(eos_id: Any, batch: int) -> jax.Array:
     """Returns `[B, E]` int32: the ids that end a row, for all rows the same."""
-    if not is_traced(eos_id):
+    if not is_traced(eos_id) and np.size(eos_id):
         expected = "an id, or several"
         ids = arguments.check_numbers("eos_id", eos_id, expected, whole=True)
         if np.any((ids < _INT32.min) | (ids > _INT32.max)):
             raise mismatch_error("eos_id", arguments.quote(eos_id), expected)
-    return jnp.broadcast_to(
-        jnp.asarray(eos_id, jnp.int32).reshape(1, -1), (batch, jnp.size(eos_id))
-    )
+    ids = jnp.asarray(eos_id, jnp.int32).reshape(1, -1)
+    return jnp.broadcast_to(ids, (batch, ids.shape[1]))
 
 
 def check_key(key: Any) -> jax.Array:

@@ -316,7 +316,8 @@ class Decoder:
         columns = jnp.arange(1, length + 1)
         decoded = jnp.where(columns < state.lengths[:, None], state.tokens[:, 1 : length + 1], 0)
         log_probs = state.log_probs
-        rescale = given.get("rescale_log_probs", self.rescale_log_probs)
+        rescale = given.get("rescale_log_probs")
+        rescale = self.rescale_log_probs if rescale is None else rescale
         if arguments.check_flag("rescale_log_probs", rescale):
             adjusted = state.adjusted_log_probs  # None where every token is the argmax
             log_probs = jnp.zeros_like(log_probs) if adjusted is None else adjusted
@@ -347,8 +348,7 @@ def run_loop(
     rows = len(inputs.tokens)
     network = make_network(params, model, rows)
     if drafter is not None:
-        part = drafter.on(network)  # a part of the target lies as the target does
-        drafter = adapt_drafter_to_mesh(drafter, rows) if part is drafter else part
+        drafter = adapt_drafter_to_mesh(drafter.on(network), rows, network)
     state = prefill(network, drafter, config, num_slots, inputs)
     return advance(network, drafter, state, FOREVER)
 
@@ -414,10 +414,12 @@ def _count_new_tokens(given: Mapping[str, Any], prompts: jax.Array, length: int)
         steps = arguments.check_numbers("max_decode_steps", steps, expected, whole=True)
         if np.any(steps < 1):
             raise mismatch_error("max_decode_steps", arguments.quote(steps), expected)
-    if hard is not None and not is_traced(hard):
-        arguments.check_numbers("max_decode_steps_hard_limit", hard, "an integer", whole=True)
-    if hard is not None and hard > 0:
-        steps = jnp.minimum(steps, hard)
+        steps = np.minimum(steps, length)  # which may be more than 32 bits hold
+    if hard is not None:
+        if not is_traced(hard):
+            name = "max_decode_steps_hard_limit"
+            hard = np.clip(arguments.check_numbers(name, hard, "an integer", whole=True), 0, length)
+        steps = jnp.where(hard > 0, jnp.minimum(steps, hard), steps)
     return jnp.minimum(prompts + steps, length).astype(jnp.int32)
 
 

@@ -83,12 +83,18 @@ class DrafterPair(Drafter):
         for part in self.parts:
             part.check(target)
 
+    def on(self, network: Network) -> "DrafterPair":
+        return self._with(self.parts[0].on(network), self.parts[1].on(network))
+
     def pair_with(self, target: LanguageModel) -> "DrafterPair":
-        parts = tuple(part.pair_with(target) for part in self.parts)
-        if all(new is old for new, old in zip(parts, self.parts)):
+        return self._with(self.parts[0].pair_with(target), self.parts[1].pair_with(target))
+
+    def _with(self, first: Drafter, second: Drafter) -> "DrafterPair":
+        """Returns the pair of these two."""
+        if first is self.parts[0] and second is self.parts[1]:
             return self
         pair = copy.copy(self)
-        pair.parts = parts
+        pair.parts = first, second
         return pair
 
     def init(self, *given: Any, **encoded: jax.Array) -> Any:

@@ -152,8 +152,9 @@ class SuffixHistory:
         if seen == self._saved or (every and now < self._due):
             return
         ids = np.concatenate([self._ids, *self._new])
-        if len(ids):
-            write_sorted(path, ids, self._vocab_size, self._fingerprint, remembers=True)
+        if not len(ids):
+            return
+        write_sorted(path, ids, self._vocab_size, self._fingerprint, remembers=True)
         self._saved, self._due = seen, now + every
 
     @isolated

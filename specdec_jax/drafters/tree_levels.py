@@ -394,7 +394,7 @@ def _limit_nodes(
     if signals is None or state.policy is None or depth:
         return num_wanted
     first = DraftSignals(*(values[:, 1:] for values in signals))
-    return jnp.minimum(num_wanted, state.policy.budget(state.policy_state, first))
+    return jnp.clip(state.policy.budget(state.policy_state, first), 0, num_wanted)
 
 
 def _order_signals(state: DecodeState, signals: Signals, order: np.ndarray | jax.Array) -> Signals:

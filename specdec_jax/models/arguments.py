@@ -76,6 +76,13 @@ def is_integer(value: Any) -> bool:
     return not isinstance(value, bool)
 
 
+def is_flag(value: Any) -> bool:
+    """Returns whether `value` is True or False, of Python, numpy or JAX, and not traced."""
+    if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer):
+        return not value.ndim and value.dtype == bool
+    return isinstance(value, bool | np.bool_)
+
+
 def is_number(value: Any) -> bool:
     """Returns whether `value` is one number, an integer or not."""
     array = as_array(value)
@@ -132,7 +139,8 @@ def keep_number(owner: Any, name: str, least: float, most: float) -> None:
 
 def check_flag(name: str, value: Any) -> bool:
     """Returns True or False."""
-    check_kind(name, value, bool | np.bool_, "True or False")
+    if not is_flag(value):
+        raise mismatch_error(name, quote(value), "True or False")
     return bool(value)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import operator
 import os
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from specdec_jax.training.losses import DIVERGENCES, TeacherAgreement
 _KINDS: dict[type, tuple] = {
     int: (arguments.is_integer, operator.index, "an integer"),
     float: (arguments.is_number, float, "a number"),
-    bool: (lambda value: isinstance(value, bool | np.bool_), bool, "True or False"),
+    bool: (arguments.is_flag, bool, "True or False"),
     str: (lambda value: isinstance(value, str | os.PathLike), os.fspath, "a string"),
 }
 
@@ -93,10 +94,13 @@ class RunConfig:
                 value = () if value is None else value
                 if isinstance(value, str | os.PathLike):
                     value = (value,) if os.fspath(value) else ()
+                value = tuple(value) if isinstance(value, Iterator) else value
                 items = arguments.check_list(name, value, "a list")
                 value = tuple(_read_value(name, item, kinds[0], many=True) for item in items)
             elif value is None and field.default in (None, ""):
                 continue
+            elif isinstance(value, np.dtype) and name.endswith("dtype"):
+                value = value.name
             elif kind := next((one for one in (*kinds, field.type) if one in _KINDS), None):
                 value = _read_value(name, value, kind, many=False)
             object.__setattr__(self, name, value)

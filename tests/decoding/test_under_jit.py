@@ -8,6 +8,7 @@ import functools
 
 import flax.core
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiers
@@ -187,18 +188,32 @@ def test_zeros_before_and_inside_an_input(pair):
     np.testing.assert_array_equal(inside.scores[:2], plain.scores[:2])
 
 
-@pytest.mark.parametrize(("hard", "most"), [(2, 2), (-1, 3), (0, 3)])
-def test_steps_of_one_call(hard, most, pair):
+@pytest.mark.parametrize(
+    ("steps", "hard", "most"),
+    [(3, 2, 2), (3, -1, 3), (3, 0, 3), (3, 2**40, 3), (2**32, 2, 2), (2**63 - 1, None, LENGTH)],
+)
+def test_steps_of_one_call(steps, hard, most, pair):
     target, _ = pair
-    got = decode(
-        Decoder(target.config),
-        target,
-        traced={"max_decode_steps": 3},
-        decoder_params={"max_decode_steps_hard_limit": hard},
-    )
+    given = {"max_decode_steps": steps, "max_decode_steps_hard_limit": hard}
     greedy, *_ = expected(target, None)
-    steps = np.arange(LENGTH) < np.count_nonzero(PROMPTS, axis=1)[:, None] + most
-    np.testing.assert_array_equal(got.tokens, np.where(steps, greedy, 0))
+    counted = np.arange(LENGTH) < np.count_nonzero(PROMPTS, axis=1)[:, None] + most
+    for name in (None, *given):
+        if name and (given[name] is None or given[name] > 2**31):
+            continue  # more than JAX's integers hold
+        traced = {name: given[name]} if name else {}
+        others = {one: value for one, value in given.items() if one != name}
+        got = decode(Decoder(target.config), target, traced=traced, decoder_params=others)
+        np.testing.assert_array_equal(got.tokens, np.where(counted, greedy, 0))
+
+
+def test_no_id_that_ends_and_flags_of_other_kinds(pair):
+    target, _ = pair
+    own = Decoder(target.config, sampling=LIVELY, rescale_log_probs=False)
+    plain = decode(own, target, eos=-1)
+    np.testing.assert_array_equal(decode(own, target, eos=()).tokens, plain.tokens)
+    for flag in (None, jnp.bool_(False), np.bool_(False)):
+        got = decode(own, target, eos=-1, decoder_params={"rescale_log_probs": flag})
+        np.testing.assert_array_equal(got.scores, plain.scores)
 
 
 @pytest.mark.skipif(not native.is_available(), reason=native.describe_state())

@@ -366,13 +366,13 @@ def test_a_file_of_outputs_remembers(target, tmp_path):
 @pytest.mark.slow
 def test_what_is_kept_is_restored(target, tmp_path):
     history, path = sd.SuffixHistory(target, capacity=128), tmp_path / "kept.suffix"
-    history.save(path)
+    history.save(path, every=60)  # there is none yet, and so the first text need not wait
     assert not path.exists()
     for number in range(3):
         history.saw(np.array([number, 20]), np.array([0]), finished([21, number, 1]))
     history.learn()
     history.saw(np.array([5]), np.array([0]), finished([6, 1]))  # not yet sorted, but finished
-    history.save(path)
+    history.save(path, every=60)
     again = sd.SuffixHistory(target, capacity=128)
     again.restore(path)
     assert again._ids.tolist() == [*history._ids, 6, 1, 7, 2, 0]

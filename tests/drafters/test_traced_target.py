@@ -136,6 +136,20 @@ def test_an_early_exit_lies_as_the_traced_target_does(layers, own_head, several,
     assert found.accepted.sum() == expected.stats.accepted
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["one device", "several"])
+def test_an_early_exit_in_a_pair_lies_as_the_traced_target_does(several, monkeypatch):
+    target = tiny_t5(0, decoder_layers=3)
+    drafter = sd.HorizontalCascade(sd.EarlyExitDrafter(target, 1), sd.PromptLookupDrafter(), 1)
+    how = dict(drafter=drafter, gamma=2, max_new_tokens=LENGTH, eos_ids=())
+    expected = sd.generate(target, INPUTS, **how)
+    if several:
+        monkeypatch.setattr(ambient_mesh, "is_on_one_device", lambda: False)
+    decoder, prompts = Decoder(target.config, drafter, gamma=2), np.zeros((2, LENGTH), np.int32)
+    found = jax.jit(lambda params: decoder.decode(params, INPUTS, prompts, -1))(target.params)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    assert found.accepted.sum() == expected.stats.accepted
+
+
 def test_an_early_exit_of_a_deeper_model_is_rejected(target):
     decoder = Decoder(target.config, sd.EarlyExitDrafter(tiny_t5(0, decoder_layers=4), 3), gamma=2)
     with pytest.raises(ValueError, match="layers: got 3, expected a.* from 1 to 1"):

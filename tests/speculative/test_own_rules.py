@@ -545,6 +545,25 @@ def test_a_policy_that_wants_less_than_nothing_changes_no_token(wants):
 
 
 @dataclasses.dataclass(frozen=True)
+class Dearth(sd.Policy):
+    wants: int = -1
+    needs_probs = True
+
+    def budget(self, state, seen):
+        return jnp.int32(self.wants)
+
+
+@pytest.mark.parametrize("wants", [-1, 0, 100])
+def test_a_budget_of_less_than_nothing_changes_no_token(wants):
+    tree = sd.DynamicTree(depth=2, width=2, nodes=4)
+    greedy = sd.SamplingConfig()
+    result = decode(gamma=Dearth(3, wants=wants), tree=tree, sampling=greedy)
+    plain = decode(drafter=None, sampling=greedy)
+    np.testing.assert_array_equal(result.tokens, plain.tokens)
+    assert (result.stats.drafted > 0) == (wants > 0)
+
+
+@dataclasses.dataclass(frozen=True)
 class OneNode(sd.CostAware):
     """Drafts one node, whatever the costs."""
 
