@@ -116,6 +116,18 @@ def test_a_name_that_does_not_fit_is_rejected(name, message, names, target):
         make_traced_drafter(names["heads"] if name == "HEADS" else name, config, None)
 
 
+def check_traced(target, drafter, several, monkeypatch):
+    """Compares what is drafted for a traced target, as on several devices, with `generate`."""
+    how = dict(drafter=drafter, gamma=2, max_new_tokens=LENGTH, eos_ids=())
+    expected = sd.generate(target, INPUTS, **how)
+    if several:
+        monkeypatch.setattr(ambient_mesh, "is_on_one_device", lambda: False)
+    decoder, prompts = Decoder(target.config, drafter, gamma=2), np.zeros((2, LENGTH), np.int32)
+    found = jax.jit(lambda params: decoder.decode(params, INPUTS, prompts, -1))(target.params)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    assert found.accepted.sum() == expected.stats.accepted
+
+
 @pytest.mark.parametrize("several", [False, True], ids=["one device", "several"])
 @pytest.mark.parametrize(
     "layers, own_head", [(1, False), ((0, 2), True)], ids=["the first", "two and a head"]
@@ -126,28 +138,14 @@ def test_an_early_exit_lies_as_the_traced_target_does(layers, own_head, several,
     shape = target.config.emb_dim, target.config.vocab_size
     head = np.random.default_rng(5).normal(size=shape) if own_head else None
     drafter = sd.EarlyExitDrafter(target, layers, head)
-    how = dict(drafter=drafter, gamma=2, max_new_tokens=LENGTH, eos_ids=())
-    expected = sd.generate(target, INPUTS, **how)
-    if several:
-        monkeypatch.setattr(ambient_mesh, "is_on_one_device", lambda: False)
-    decoder, prompts = Decoder(target.config, drafter, gamma=2), np.zeros((2, LENGTH), np.int32)
-    found = jax.jit(lambda params: decoder.decode(params, INPUTS, prompts, -1))(target.params)
-    np.testing.assert_array_equal(found.tokens, expected.tokens)
-    assert found.accepted.sum() == expected.stats.accepted
+    check_traced(target, drafter, several, monkeypatch)
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one device", "several"])
 def test_an_early_exit_in_a_pair_lies_as_the_traced_target_does(several, monkeypatch):
     target = tiny_t5(0, decoder_layers=3)
     drafter = sd.HorizontalCascade(sd.EarlyExitDrafter(target, 1), sd.PromptLookupDrafter(), 1)
-    how = dict(drafter=drafter, gamma=2, max_new_tokens=LENGTH, eos_ids=())
-    expected = sd.generate(target, INPUTS, **how)
-    if several:
-        monkeypatch.setattr(ambient_mesh, "is_on_one_device", lambda: False)
-    decoder, prompts = Decoder(target.config, drafter, gamma=2), np.zeros((2, LENGTH), np.int32)
-    found = jax.jit(lambda params: decoder.decode(params, INPUTS, prompts, -1))(target.params)
-    np.testing.assert_array_equal(found.tokens, expected.tokens)
-    assert found.accepted.sum() == expected.stats.accepted
+    check_traced(target, drafter, several, monkeypatch)
 
 
 def test_an_early_exit_of_a_deeper_model_is_rejected(target):
