@@ -759,7 +759,7 @@ static int64_t count(const D& dimensions, size_t first, size_t last) {
 
 // Memory of the calling thread, which keeps what it held when it grows no further.
 template <typename T>
-static T* room(std::vector<T>& own, int64_t size) {
+static T* resized(std::vector<T>& own, int64_t size) {
   if ((int64_t)own.size() < size) own.resize(size);
   return own.data();
 }
@@ -947,7 +947,7 @@ static ffi::Error multiply(ffi::ThreadPool pool, const Floats& x, const ffi::Buf
   static thread_local std::vector<Rounding> own_roundings;
   static thread_local std::vector<float> own_peaks;
   static thread_local std::vector<int32_t> own_columns;
-  int32_t* rows = room(own_rows, all);
+  int32_t* rows = resized(own_rows, all);
   int64_t M = 0;
   for (int64_t row = 0; row < all; row++) {
     if (!some || live.typed_data()[row]) rows[M++] = row;
@@ -961,14 +961,14 @@ static ffi::Error multiply(ffi::ThreadPool pool, const Floats& x, const ffi::Buf
                 to.residual, to.y, F, {}, to.summed, to.cap, tiled};
   if (kInputs > 1 || M < all || before.kind != kNothing) {
     constexpr int64_t kLineInputs = kTileBytes / sizeof(Input);
-    Input* into = room(own_x, (M + kTileRows - 1) / kTileRows * kTileRows * lines + kLineInputs);
+    Input* into = resized(own_x, (M + kTileRows - 1) / kTileRows * kTileRows * lines + kLineInputs);
     into += -(uintptr_t)into / sizeof(Input) % kLineInputs;  // rows of tiles are lines of the cache
-    Rounding* roundings = room(own_roundings, M * parts);
+    Rounding* roundings = resized(own_roundings, M * parts);
     in_parallel(pool, M, 1 + (1 << 13) / (K + 1), M * K / (1 << 14), [=](int64_t first, int64_t last) {
       static thread_local std::vector<float> own;
       for (int64_t i = first; i < last; i++) {
         const float* row = given + rows[i] * width;
-        float* made = kInputs > 1 ? before.kind == kNothing ? nullptr : room(own, K) : (float*)(into + i * lines);
+        float* made = kInputs > 1 ? before.kind == kNothing ? nullptr : resized(own, K) : (float*)(into + i * lines);
         if (before.kind != kNothing) prepared(before, row, K, made);
         else if (kInputs == 1) std::memcpy(made, row, sizeof(float) * K);
         if constexpr (kInputs > 1) {
@@ -993,7 +993,7 @@ static ffi::Error multiply(ffi::ThreadPool pool, const Floats& x, const ffi::Buf
   }
   const int64_t blocks = (M + kLanes - 1) / kLanes, apart = M < kLanes ? M : kLanes;
   const int64_t block_size = panels * apart, size = blocks * block_size + kLanes;
-  of.peaks = {room(own_peaks, 2 * size), own_peaks.data() + size, room(own_columns, size)};
+  of.peaks = {resized(own_peaks, 2 * size), own_peaks.data() + size, resized(own_columns, size)};
   product<W>(pool, of);
   in_parallel(pool, blocks, 1, blocks * panels / (1 << 9), [=](int64_t first, int64_t last) {
     float greatest[kLanes], log_sums[kLanes] = {};
@@ -1074,7 +1074,7 @@ static ffi::Error LogSums(ffi::ThreadPool pool, Floats x, Out<ffi::F32> greatest
   in_parallel(pool, (rows + apart - 1) / apart, 1, rows * V / (1 << 13), [=](int64_t first, int64_t last) {
     static thread_local std::vector<float> own;
     static thread_local std::vector<int32_t> own_columns;
-    const Peaks peaks{room(own, 2 * size), own.data() + size, room(own_columns, size)};
+    const Peaks peaks{resized(own, 2 * size), own.data() + size, resized(own_columns, size)};
     Group groups[kLanes];
     float found[kLanes], sums[kLanes];
     int32_t columns[kLanes];
@@ -1278,7 +1278,7 @@ static void attend_up_to(int count, const Query<Place>* of, int64_t common, cons
 
 static float* room_for(int64_t scores) {
   static thread_local std::vector<float> own;
-  return room(own, scores);
+  return resized(own, scores);
 }
 
 // Attends for those of T queries that `make(t, query)` makes, but for where its scores go, where it returns true. `slots`: the most
@@ -1608,7 +1608,7 @@ static ffi::Error Move(Floats keys, Floats values, Integers sources, Integers st
   if (M > S || !has(keys, size) || !has(values, size) || !has(*new_keys, size) || !has(*new_values, size) || !has(starts, B))
     return unfit("move: shapes do not fit");
   static thread_local std::vector<float> own;
-  float* moved = room(own, M * K);
+  float* moved = resized(own, M * K);
   const auto move = [&](const float* from, float* to) {
     if (to != from) std::memcpy(to, from, sizeof(float) * size);
     for (int64_t row = 0; row < B * H; row++, to += S * K) {
@@ -1655,7 +1655,7 @@ struct EncoderHead {
   static constexpr int kRows = rows_for(kWide), kQueries = 4 * kRows, kLines = 256;
   int64_t width() const { return (live + kPanel - 1) / kPanel * kPanel; }
 
-  // n queries from the t-th on, rows of `q` and `out` so many values apart; `scores`: room for kQueries rows of width().
+  // n queries from the t-th on, rows of `q` and `out` so many values apart; `scores`: kQueries rows of width().
   void attend(int64_t t, int n, const float* q, int64_t q_apart, float* scores, float* out, int64_t apart) const {
     Vec greatest[kQueries];
     for (int i = 0; i < n; i++) greatest[i] = all(-INFINITY);
@@ -1739,13 +1739,13 @@ static ffi::Error EncoderAttention(ffi::ThreadPool pool, Floats qkv, Floats bias
       float *to = y + b * L * width + h * K, *keys, *values;
       EncoderHead head{nullptr, nullptr, table ? table + h * (2 * L - 1) + L - 1 : nullptr, live, K, window, ahead, {divisor, cap}};
       if (first < counted) {
-        keys = room(own_packed, head.width() * K + live * ((K + kPanel - 1) / kPanel * kPanel));
+        keys = resized(own_packed, head.width() * K + live * ((K + kPanel - 1) / kPanel * kPanel));
         values = keys + head.width() * K;
         pack(key, 1, apart, K, live, keys);
         pack(key + G * K, apart, 1, live, K, values);
         head.keys = keys, head.values = values;
       }
-      float* scores = room(own_scores, EncoderHead::kQueries * head.width());
+      float* scores = resized(own_scores, EncoderHead::kQueries * head.width());
       for (int64_t t = first; t < counted; t += EncoderHead::kQueries) {
         const int n = counted - t < EncoderHead::kQueries ? counted - t : EncoderHead::kQueries;
         head.attend(t, n, from + t * apart, apart, scores, to + t * width, width);
