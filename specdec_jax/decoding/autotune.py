@@ -37,6 +37,7 @@ from specdec_jax.speculative.adaptive_gamma import MAXIMUM, Auto
 from specdec_jax.speculative.drafter import Drafter, FullDrafter
 from specdec_jax.speculative.iteration import ChainDecoding
 from specdec_jax.speculative.prefill import PrefillInputs
+from specdec_jax.speculative.sampling import SamplingMode
 from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
 from specdec_jax.speculative.strategy import prefill
 
@@ -170,7 +171,8 @@ def autotune(plan: Plan, first: bool = False) -> Plan:
     key = costs_key(plan.network, plan.drafter, plan.config, rows, length, plan.slots)
     costs = load_costs(key)
     if costs is None:
-        arguments = plan.arguments(np.arange(rows // plan.samples) % len(plan.limits), length)
+        timed = dataclasses.replace(plan, policy=Auto().rows(len(plan.limits)))
+        arguments = timed.arguments(np.arange(rows // plan.samples) % len(plan.limits), length)
         init = functools.partial(_init_drafter, *arguments)
         costs = measure(plan.network, plan.drafter, prefill(*arguments), init)
         save_costs(key, costs)
@@ -305,12 +307,28 @@ def costs_key(
 
     The lengths of inputs and outputs are rounded up to a power of two.
     """
-    mode = config.mode._asdict()
-    own_processor = mode.pop("processor") is not None
     length, slots = (max(64, 2 ** (int(size) - 1).bit_length()) for size in (length, slots))
+    described, processor = (_describe(network), _describe(drafter)), config.mode.processor
+    mode = config.mode._replace(processor=None)
+    of_request = rows, length, slots, processor is not None
+    return _write_key(*described, config.verifier.name, mode, *of_request)
+
+
+@functools.lru_cache
+def _write_key(
+    target: str,
+    drafter: str,
+    verifier: str,
+    sampling: SamplingMode,
+    rows: int,
+    length: int,
+    slots: int,
+    own_processor: bool,
+) -> str:
+    mode = sampling._asdict()
+    del mode["processor"]
     of_request = dict(rows=rows, length=length, slots=slots, own_processor=own_processor)
-    of_models = dict(target=_describe(network), drafter=_describe(drafter))
-    key = dict(verifier=config.verifier.name, sampling=mode, **of_models, **of_request)
+    key = dict(verifier=verifier, sampling=mode, target=target, drafter=drafter, **of_request)
     return json.dumps(machine_key() | key, sort_keys=True)
 
 

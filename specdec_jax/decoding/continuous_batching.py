@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.backends.cpu.packed_weights import can_pack, put_rows
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.backends.sharding import ShardingRules, constrain_sharding, row_multiple
 from specdec_jax.decoding import autotune
@@ -288,7 +289,6 @@ def _decode_batches(
             continue
         plan = update_drafter(target, plan, learner)
         result = complete(target, plan, numbers + [-1] * (size - len(numbers)), start_time)
-        autotune.record(plan.request(), result)
         outputs = iter(_collect_outputs(result))
         for number in numbers:
             rows = tuple(itertools.islice(outputs, plan.outputs))
@@ -436,7 +436,7 @@ def _empty_layers(plan: Plan, size: int, width: int) -> tuple[Any, ...]:
     return jax.tree.map(lambda layer: jnp.zeros(layer.shape, layer.dtype), shapes)
 
 
-@functools.partial(jax.jit, static_argnames=("total", "shared", "rules"))
+@functools.partial(jax.jit, static_argnames=("total", "shared", "rules"), donate_argnames="layers")
 def _make_done_rows(
     fresh: DecodeState,
     layers: tuple[Any, ...],
@@ -478,6 +478,10 @@ def _place_rows(
     layers = state.target_cache.layers if unfed else ()
     old = jax.tree.leaves(_replace_layers(state, ()) if unfed else state)
     own = [index for index, same in enumerate(shared) if not same]
+    wide = [index for index in own if rules is None and _is_cache(old[index])]
+    for index in wide:
+        old[index] = put_rows(old[index], new[index], sources, targets, count)
+    own = [index for index in own if index not in wide]
 
     def put(number: jax.Array, rows: list[jax.Array]) -> list[jax.Array]:
         take = functools.partial(
@@ -493,6 +497,11 @@ def _place_rows(
         old[index] = rows
     whole = structure.unflatten(old)
     return constrain_sharding(_replace_layers(whole, layers) if unfed else whole, rules)
+
+
+def _is_cache(rows: jax.Array) -> bool:
+    """Returns whether the CPU's own kernels copy rows of an array: those of caches are large."""
+    return rows.ndim > 2 and rows.dtype == np.float32 and can_pack(rows.dtype)
 
 
 def _collect_outputs(result: GenerationResult) -> list[Output]:

@@ -97,7 +97,6 @@ def generate(
     plan = plan_decoding(target, inputs, config=config, **data._asdict())
     plan = autotune.autotune(plan)
     result = complete(target, plan, None, start_time)
-    autotune.record(plan.request(), result)
     return result.checked(config.non_finite == "report")
 
 
@@ -181,19 +180,25 @@ def complete(
 ) -> GenerationResult:
     """Decodes inputs of a plan to their end; returns the errors of rows with the result.
 
+    How many drafted tokens were accepted counts for later requests with γ = "auto".
+
     Args:
       target: the target.
       plan: the checked arguments.
       numbers: those of the inputs, as for `Plan.start`.
       start_time: when the deadline began to count (`time.monotonic()`).
     """
-    if not plan.stop and not plan.deadline:
-        return collect(target, decode_plan(plan, numbers), plan.request(numbers))
-    state, request = plan.start(numbers)
-    every = np.int32(1 if plan.deadline else STOP_EVERY)
-    for state in advance_by(target, state, request, every, start_time):
-        pass
-    return collect(target, state, request)
+    if plan.stop or plan.deadline:
+        state, request = plan.start(numbers)
+        every = np.int32(1 if plan.deadline else STOP_EVERY)
+        for state in advance_by(target, state, request, every, start_time):
+            pass
+        result = collect(target, state, request)
+    else:
+        request = plan.request(numbers)
+        result = collect(target, decode_plan(plan, numbers), request)
+    autotune.record(request, result)
+    return result
 
 
 def decode_plan(

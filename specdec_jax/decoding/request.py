@@ -316,9 +316,8 @@ def plan(
     measured = isinstance(gamma, str) and drafter is not None
     gamma = _resolve_auto(gamma, target, drafter)
     measured &= isinstance(gamma, Policy)
-    policy, gammas = _make_policy(
-        gamma, batch, drafter, MAX_GAMMA if tree is None else tree.size - 1
-    )
+    most = MAX_GAMMA if tree is None else tree.size - 1
+    policy, gammas = _make_policy(gamma, batch, drafter, most)
     samples = int(config.num_samples)
     if drafter is not None:
         check_pair(target, drafter)
@@ -405,7 +404,8 @@ def _make_policy(
     gammas = check_per_row("gamma", gamma if policy is None else policy.maximum, batch, 0, most)
     if drafter is None:
         return None, np.zeros_like(gammas)
-    return None if policy is None else policy.rows(batch), gammas
+    # The numbers of γ = "auto" are those that `autotune` chooses.
+    return policy if policy is None or policy is _PENDING else policy.rows(batch), gammas
 
 
 def _read_inputs(

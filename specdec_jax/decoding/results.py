@@ -254,6 +254,8 @@ def _find_errors(
         assert request.drafter is not None
         drafter = f"the drafter {request.drafter.name}".rstrip() + processor
         found[row] = NonFiniteLogitsError(drafter, int(request.inputs[row]), token, True)
+    if np.isfinite(state.log_probs).all():  # mostly so, of what is not committed, too
+        return found
     slots = np.arange(state.tokens.shape[1])
     committed = (slots >= request.prefix_lengths[:, None]) & (slots < state.lengths[:, None])
     rows, wrong = np.nonzero(committed & ~np.isfinite(state.log_probs))

@@ -26,14 +26,16 @@ from specdec_jax.models.rotary import rotate
 class Attention(nn.Module):
     """Multi-head attention of T queries per row over given keys and values.
 
-    With `joint` the weights of queries, keys and values are one matrix `qkv [D, 3·H·K]`. Every
-    `attend_to_…` returns `x + dropout(attention of norm(x))`. `kind` is that of a self-attention.
+    With `joint` the weights of queries, keys and values are one matrix `qkv [D, 3·H·K]`, and with
+    `joint_cross` those of keys and values, `kv [D, 2·G·K]`. Every `attend_to_…` returns
+    `x + dropout(attention of norm(x))`. `kind` is that of a self-attention.
     """
 
     options: BlockOptions
     backend: Backend
     joint: bool
     kind: LayerKind = LayerKind()
+    joint_cross: bool = False
 
     def setup(self):
         options, dense = self.options, self.options.make_dense
@@ -47,7 +49,7 @@ class Attention(nn.Module):
         self.query = dense(size, kernel_init=init_query)
         self.key = dense(kv_size, kernel_init=fan_in_normal)
         self.value = dense(kv_size, kernel_init=fan_in_normal)
-        self.qkv = dense(3 * size)
+        self.qkv, self.kv = dense(3 * size), dense(2 * kv_size)
         self.out = dense(options.emb_dim, kernel_init=fan_in_normal)
         packed = self.backend.packs_weights
         self.output_norm = options.make_output_norm(packed)
@@ -136,6 +138,8 @@ class Attention(nn.Module):
 
     def project_key_value(self, x: Encoded, valid: Mask | None, backend: Backend) -> KVCache:
         """Returns the keys and values of an encoder's output, in the layout of a backend."""
+        if self.joint_cross:
+            return KVCache(*self.kv.keys_and_values(x, self.options.head_dim, valid))
         key = self._place(self.key(x, valid), self.key_norm if self.options.qk_norm else None, None)
         return backend.cross_cache(key, self.value(x, valid), self.shape)
 

@@ -124,6 +124,13 @@ class Dense(nn.Module):
         dtype = self.output_dtype or self.dtype
         return self._weight().product(x, dtype, valid, before, bias, residual, clear, cap)
 
+    def keys_and_values(
+        self, x: Float[Array, "B L D"], features: int, valid: Valid
+    ) -> tuple[Float32[Array, "B G L K"], Float32[Array, "B G L K"]]:
+        """Does what `PackedWeight.keys_and_values` does."""
+        bias = self.get_variable("params", "bias") if self.use_bias else None
+        return self._weight().keys_and_values(x, features, valid, bias)
+
     def apply_after(self, norm: Callable, x: AnyStates, valid: Valid) -> Float[Array, "*N F"]:
         """Applies a norm and the map with a packed weight; rows that are not valid may be anything.
 

@@ -3,7 +3,8 @@
 Checkpoints and `LanguageModel.params` keep T5X's names and two-dimensional weights. The jitted loop
 takes another tree with the same numbers: the query, key and value weights of a self-attention are
 joined into one, the two input weights of a gated feed-forward block are joined into one, and, where
-the CPU's own kernels are used (`packed_weights.py`), every weight matrix is stored packed.
+the CPU's own kernels are used (`packed_weights.py`), the key and value weights of a cross-attention
+are, too, and every weight matrix is stored packed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from specdec_jax.backends.int8 import Int8Weight
 _FUSED = {
     "self_attention": ("qkv", ("query", "key", "value")),
     "attention": ("qkv", ("query", "key", "value")),
+    "encoder_decoder_attention": ("kv", ("key", "value")),  # by the CPU's own kernels alone
 }
 _GATED = ("wi_fused", ("wi_0", "wi_1"))
 Weight = Float[Any, "..."] | PackedWeight | Int8Weight
@@ -52,7 +54,8 @@ def pack(params: dict, use_packed: bool, fused: bool = True, transposes_int8: bo
 
 def _pack(name: str, node: dict, use_packed: bool, fused: bool, transposes_int8: bool) -> dict:
     joint, parts = _FUSED.get(name, _GATED)
-    if fused and all(part in node for part in parts):
+    fuses = use_packed if joint == "kv" else fused
+    if fuses and all(part in node for part in parts):
         joined = [node.pop(part) for part in parts]  # weights, and biases if there are any
         node[joint] = {
             leaf: jax.tree.map(lambda *parts: _join(parts), *(part.pop(leaf) for part in joined))
@@ -106,7 +109,7 @@ def _map_step_weights(function: Callable[[Weight], Weight], packed: dict) -> dic
 
     def mapped(path, leaf):
         names = [key.key for key in path]
-        once = "encoder_decoder_attention" in names and names[-2] in ("key", "value")
+        once = "encoder_decoder_attention" in names and names[-2] in ("key", "value", "kv")
         return function(leaf) if names[-1] == "kernel" and not once else leaf
 
     decoder = jax.tree_util.tree_map_with_path(mapped, packed["decoder"], is_leaf=is_weight_object)

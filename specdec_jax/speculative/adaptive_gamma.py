@@ -101,7 +101,7 @@ class Auto(Policy):
         return tuple(width for width in widths if width != 2 or self.maximum == 1)
 
     def rows(self, batch: int) -> "Auto":
-        costs = np.broadcast_to(np.asarray(self.costs, np.float32), (batch, self.maximum + 1))
+        costs = np.full((batch, self.maximum + 1), self.costs, np.float32)
         return super().rows(batch).with_numbers(costs=costs)
 
     def _first_wait(self) -> Float[Array, " B"]:

@@ -15,8 +15,8 @@ A policy is a pytree of pure functions: its numbers are traced, one or one per i
 changing them never recompiles; `maximum` (G) and the kind of policy are static.
 """
 
-import copy
 import dataclasses
+import functools
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import jax
@@ -122,12 +122,14 @@ class Policy:
                 raise ValueError(f"{name}: got {arguments.quote(given)}, expected {expected}")
 
     @classmethod
+    @functools.cache
     def numbers(cls) -> dict[str, tuple[float, float, bool]]:
         """Returns the ranges of the fields by `number_field`: least, most, whether below."""
         fields = {field.name: field.metadata for field in dataclasses.fields(cls)}
         return {name: data["range"] for name, data in fields.items() if "range" in data}
 
     @classmethod
+    @functools.cache
     def _names(cls, traced: bool) -> tuple[str, ...]:
         return tuple(x.name for x in dataclasses.fields(cls) if bool(x.metadata) == traced)
 
@@ -157,8 +159,9 @@ class Policy:
         Args:
           numbers: values by the names of fields.
         """
-        policy = copy.copy(self)
-        for name, value in numbers.items():
+        policy = object.__new__(type(self))
+        for name in self._names(traced=True) + self._names(traced=False):
+            value = numbers[name] if name in numbers else getattr(self, name)
             object.__setattr__(policy, name, value)
         return policy
 

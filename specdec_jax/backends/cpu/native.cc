@@ -2,9 +2,11 @@
 //
 //   product             y [M, F] = f(x [M, K]) · w + bias + residual, f a norm, an activation or nothing, w in panels of 16 columns: float32 [ceil(F/16), K, 16], or int8 with a
 //                       scale for each column, [ceil(F/16), ceil(K/4), 16, 4], for inputs that are rounded to 16 or 8 bits
+//   keys, values        of such a product, by heads
 //   head                of such a product the greatest column of each row and its log-probability; y itself is never stored
 //   norm                f(x), the norm alone
 //   log-sums            log Σ exp of rows, in the order of the head
+//   put                 rows in the place of others
 //   rows                of a table [N, D], by their numbers
 //   angles, heads       queries, keys and values side by side, the first two normalised by heads and rotated by angles
 //   attention           of queries over cached keys and values, of an encoder over its own
@@ -381,7 +383,7 @@ struct Peaks {
 };
 
 // y [rows[i]] = x [i] · w, scaled, for i < M; or of each panel of it the peak. Of int8 weights x has been rounded, in
-// parts of kPart lines.
+// parts of kPart lines. With `values` heads of `apart` columns lie `length` rows apart, those of the first half of the columns in y.
 template <typename W>
 struct Product {
   const typename Kind<W>::Input* x;
@@ -390,12 +392,18 @@ struct Product {
   int64_t M, lines, parts;
   const W* w;
   const float *scales, *bias, *residual;  // [F], [F], [.., F], or none
-  float* y;
-  int64_t F;
+  float *y, *values;
+  int64_t F, apart, length;
   Peaks peaks;  // [⌈M / kLanes⌉, panels, kLanes or M], in the place of y
   bool summed;
   float cap;  // 0: none
   bool tiled;
+
+  // By heads, where a column of row 0 lies.
+  float* at(int64_t column) const {
+    const int64_t half = F / 2, own = column < half ? column : column - half;
+    return (column < half ? y : values) + own / apart * length * apart + own % apart;
+  }
 };
 
 // Lines begin .. end - 1 of a few panels, which lie `apart` values apart, for one block of rows.
@@ -482,23 +490,25 @@ static void block_of(int m, const Inputs<W>& x, const Panels<W>& w, float* sums,
 }
 
 // Sums of m rows, `width` apart, to `count` columns from `begin` on.
-template <typename W>
+template <bool kByHeads, typename W>
 static __attribute__((noinline)) void finish(const Product<W>& of, const float* sums, int width, int m, const int32_t* rows,
                                              int64_t begin, int64_t count) {
-  const float *scales = of.scales, *biases = of.bias, *residual = of.residual, cap = of.cap;
-  float* y = of.y;
-  const int64_t F = of.F;
+  const float *scales = of.scales, *biases = of.bias, *residual = kByHeads ? nullptr : of.residual, cap = kByHeads ? 0 : of.cap;
+  const int64_t apart = of.apart;
   for (int64_t j = 0; j < count; j += kLanes) {
     const int64_t n = count - j, column = begin + j;
     const Vec scale = scales ? load(scales + column, n) : Vec{}, bias = biases ? load(biases + column, n) : Vec{};
+    float* to = kByHeads ? of.at(column) : of.y + column;
     for (int i = 0; i < m; i++) {
-      const int64_t at = rows[i] * F + column;
+      const int64_t at = rows[i] * apart;
       Vec v = load(sums + i * width + j);
       if (scales) v *= scale;
       if (biases) v += bias;
       if (cap > 0) v = capped(v, cap);
-      if (residual) v += load(residual + at, n);
-      store(y + at, v, n);
+      if (residual) v += load(residual + at + column, n);
+      if (!kByHeads || apart % kLanes == 0) store(to + at, v, n);
+      else
+        for (int q = 0; q < kLanes && q < n; q++) of.at(column + q)[at] = v[q];
     }
   }
 }
@@ -568,7 +578,8 @@ static __attribute__((noinline)) void join_peaks(const Peaks& of, int64_t apart,
 template <typename W>
 static __attribute__((noinline)) void end_panels(const Product<W>& of, const float* sums, int side, int64_t panel, int64_t count, int64_t first, int rows) {
   const int64_t begin = panel * kPanel, left = of.F - begin, own = count * kPanel < left ? count * kPanel : left;
-  if (of.y) return finish(of, sums, side * kPanel, rows, of.rows + first, begin, own);
+  if (of.values) return finish<true>(of, sums, side * kPanel, rows, of.rows + first, begin, own);
+  if (of.y) return finish<false>(of, sums, side * kPanel, rows, of.rows + first, begin, own);
   const float *scales = of.scales, *biases = of.bias, cap = of.cap;
   const int64_t panels = (of.F + kPanel - 1) / kPanel, apart = of.M < kLanes ? of.M : kLanes;
   const Peaks peaks = of.peaks;
@@ -924,6 +935,9 @@ struct Results {
   float* log_probs;
   bool summed, clear;
   float cap;
+  // By heads: where values lie, of rows of `length` positions; heads have so many features.
+  float* values = nullptr;
+  int64_t length = 0, features = 0;
 };
 
 // Multiplies the rows of x that count, what `before` makes of them. `live`: rows that count, of no elements where all do; the
@@ -942,29 +956,35 @@ static ffi::Error multiply(ffi::ThreadPool pool, const Floats& x, const ffi::Buf
   if (F < 0 || ws.size() < 3 || ws[0] != panels || ws[1] != lines || !has(w, panels * lines * kLine<W>) ||
       !may_have(live, all) || !has(scales, kInputs > 1 ? F : 0) || K > INT32_MAX || all > INT32_MAX || F > INT32_MAX)
     return unfit("product: shapes do not fit");
-  static thread_local std::vector<int32_t> own_rows;
+  static thread_local std::vector<int32_t> own_rows, own_places;
   static thread_local std::vector<Input> own_x;
   static thread_local std::vector<Rounding> own_roundings;
   static thread_local std::vector<float> own_peaks;
   static thread_local std::vector<int32_t> own_columns;
-  int32_t* rows = resized(own_rows, all);
+  int32_t *rows = resized(own_rows, all), *places = to.values ? resized(own_places, all) : rows;
+  const int64_t stride = to.values ? to.features : F, heads = to.values ? F / 2 / stride : 1;
   int64_t M = 0;
   for (int64_t row = 0; row < all; row++) {
-    if (!some || live.typed_data()[row]) rows[M++] = row;
+    const int64_t place = to.values ? row / to.length * heads * to.length + row % to.length : row;
+    if (!some || live.typed_data()[row]) rows[M] = row, places[M++] = place;
     else if (!to.y) to.tokens[row] = 0, to.log_probs[row] = 0;
-    else if (to.clear) std::memset(to.y + row * F, 0, sizeof(float) * F);
+    else
+      for (int64_t h = 0; to.clear && h < heads; h++)
+        for (float* y : {to.y, to.values})
+          if (y) std::memset(y + (place + h * to.length) * stride, 0, sizeof(float) * stride);
   }
   if (!M || !F) return ffi::Error::Success();
   const float* given = x.typed_data();
   const bool tiled = kInputs > 1 && M >= kTiledFrom && K > 0 && K % kTileBytes == 0 && may_use_tiles();
-  Product<W> of{(const Input*)given, nullptr, rows, M, lines, parts, (const W*)w.typed_data(), or_none(scales), to.bias,
-                to.residual, to.y, F, {}, to.summed, to.cap, tiled};
+  Product<W> of{(const Input*)given, nullptr, places, M, lines, parts, (const W*)w.typed_data(), or_none(scales), to.bias,
+                to.residual, to.y, to.values, F, stride, to.length, {}, to.summed, to.cap, tiled};
   if (kInputs > 1 || M < all || before.kind != kNothing) {
     constexpr int64_t kLineInputs = kTileBytes / sizeof(Input);
     Input* into = resized(own_x, (M + kTileRows - 1) / kTileRows * kTileRows * lines + kLineInputs);
     into += -(uintptr_t)into / sizeof(Input) % kLineInputs;  // rows of tiles are lines of the cache
     Rounding* roundings = resized(own_roundings, M * parts);
-    in_parallel(pool, M, 1 + (1 << 13) / (K + 1), M * K / (1 << 14), [=](int64_t first, int64_t last) {
+    const bool activates = before.kind == kActivation || before.kind == kGate;  // which takes several times as long as a norm
+    in_parallel(pool, M, 1 + (1 << 13) / (K + 1), M * K / (activates ? 1 << 11 : 1 << 14), [=](int64_t first, int64_t last) {
       static thread_local std::vector<float> own;
       for (int64_t i = first; i < last; i++) {
         const float* row = given + rows[i] * width;
@@ -1026,6 +1046,21 @@ static ffi::Error ProductOf(ffi::ThreadPool pool, Floats x, ffi::Buffer<kType> w
     return unfit("product: shapes do not fit");
   return multiply<kType, W>(pool, x, w, scales, F, live, {before, first, second, or_none(norm_scale), or_none(norm_bias)},
                             {y->typed_data(), or_none(bias), or_none(residual), nullptr, nullptr, false, clear, cap});
+}
+
+// Of L positions of each row of x the keys [.., G, L, K] and the values, which the first and the second half of w give; 0 for the
+// others.
+template <ffi::DataType kType, typename W>
+static ffi::Error KeysValuesOf(ffi::ThreadPool pool, Floats x, ffi::Buffer<kType> w, Floats scales, Flags live, Floats bias,
+                               Out<ffi::F32> keys, Out<ffi::F32> values) {
+  const auto xs = x.dimensions(), ks = keys->dimensions();
+  if (xs.size() < 2 || ks.size() < 3) return unfit("keys, values: expected x [.., L, D] and keys [.., G, L, K]");
+  const int64_t rows = count(xs, 0, xs.size() - 1), L = xs[xs.size() - 2], G = ks[ks.size() - 3], K = ks[ks.size() - 1];
+  const int64_t F = 2 * G * K;
+  if (ks[ks.size() - 2] != L || rows * G > INT32_MAX || !has(*keys, rows * G * K) || !has(*values, rows * G * K) || !may_have(bias, F))
+    return unfit("keys, values: shapes do not fit");
+  return multiply<kType, W>(pool, x, w, scales, F, live, {kNothing, kLinear, kLinear, nullptr, nullptr},
+                            {keys->typed_data(), or_none(bias), nullptr, nullptr, nullptr, false, true, 0.0f, values->typed_data(), L, K});
 }
 
 // `summed`: with log-probabilities, which are 0 otherwise.
@@ -1623,6 +1658,26 @@ static ffi::Error Move(Floats keys, Floats values, Integers sources, Integers st
   return ffi::Error::Success();
 }
 
+// Rows sources[i] of x [M, ..] for i < count[0] to rows targets[i] of y [N, ..], in place.
+static ffi::Error Put(ffi::ThreadPool pool, Floats y, Floats x, Integers sources, Integers targets, Integers count,
+                      Out<ffi::F32> new_y) {
+  const auto ys = y.dimensions(), xs = x.dimensions();
+  if (!ys.size() || !xs.size()) return unfit("put: expected rows");
+  const int64_t N = ys[0], M = xs[0], listed = sources.element_count(), size = N ? (int64_t)y.element_count() / N : 0;
+  if (!has(x, M * size) || !has(targets, listed) || !has(count, 1) || !has(*new_y, N * size))
+    return unfit("put: shapes do not fit");
+  const float *given = y.typed_data(), *from = x.typed_data();
+  const int32_t *read = sources.typed_data(), *written = targets.typed_data();
+  float* to = new_y->typed_data();
+  if (to != given) std::memcpy(to, given, sizeof(float) * N * size);
+  const int64_t total = M ? within(count.typed_data()[0], listed) : 0;
+  in_parallel(pool, total, 1 + (1 << 14) / (size + 1), total * size / (1 << 14), [=](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++)
+      std::memcpy(to + within(written[i], N - 1) * size, from + within(read[i], M - 1) * size, sizeof(float) * size);
+  });
+  return ffi::Error::Success();
+}
+
 // The panels of a matrix [lines, columns], whose elements lie so far apart; columns past the last are 0.
 static void pack(const float* from, int64_t line, int64_t column, int64_t lines, int64_t columns, float* to) {
   for (int64_t begin = 0; begin < columns; begin += kPanel)
@@ -1775,6 +1830,12 @@ static auto product_binding() {
 }
 
 template <ffi::DataType kType>
+static auto keys_values_binding() {
+  return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().template Arg<ffi::Buffer<kType>>().template Arg<Floats>()
+      .template Arg<Flags>().template Arg<Floats>().template Ret<Floats>().template Ret<Floats>();
+}
+
+template <ffi::DataType kType>
 static auto head_binding() {
   return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().template Arg<ffi::Buffer<kType>>().template Arg<Floats>()
       .template Arg<Flags>().template Arg<Floats>().template Ret<Integers>().template Ret<Floats>().template Attr<int64_t>("columns")
@@ -1789,6 +1850,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecLogSums, LogSums,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductF32, (ProductOf<ffi::F32, float>), product_binding<ffi::F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductS8, (ProductOf<ffi::S8, int8_t>), product_binding<ffi::S8>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecProductW8A8, (ProductOf<ffi::S8, Quad>), product_binding<ffi::S8>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecKeysValuesF32, (KeysValuesOf<ffi::F32, float>), keys_values_binding<ffi::F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecKeysValuesS8, (KeysValuesOf<ffi::S8, int8_t>), keys_values_binding<ffi::S8>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecKeysValuesW8A8, (KeysValuesOf<ffi::S8, Quad>), keys_values_binding<ffi::S8>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecHeadF32, (HeadOf<ffi::F32, float>), head_binding<ffi::F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecHeadS8, (HeadOf<ffi::S8, int8_t>), head_binding<ffi::S8>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecHeadW8A8, (HeadOf<ffi::S8, Quad>), head_binding<ffi::S8>());
@@ -1810,6 +1874,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecNodeAttention, NodeAttention,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecMove, Move,
                               ffi::Ffi::Bind().Arg<Floats>().Arg<Floats>().Arg<Integers>().Arg<Integers>().Ret<Floats>()
                                   .Ret<Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecPut, Put,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Integers>()
+                                  .Arg<Integers>().Arg<Integers>().Ret<Floats>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecdecCrossAttention, CrossAttention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
                                   .Arg<Integers>().Arg<Flags>().Ret<Floats>().Attr<float>("divisor").Attr<float>("cap")

@@ -36,6 +36,9 @@ TARGETS = {
     "specdec_product_f32": "SpecdecProductF32",
     "specdec_product_s8": "SpecdecProductS8",
     "specdec_product_w8a8": "SpecdecProductW8A8",
+    "specdec_keys_values_f32": "SpecdecKeysValuesF32",
+    "specdec_keys_values_s8": "SpecdecKeysValuesS8",
+    "specdec_keys_values_w8a8": "SpecdecKeysValuesW8A8",
     "specdec_rows": "SpecdecRows",
     "specdec_columns": "SpecdecColumns",
     "specdec_norm": "SpecdecNorm",
@@ -48,6 +51,7 @@ TARGETS = {
     "specdec_self_attention": "SpecdecSelfAttention",
     "specdec_node_attention": "SpecdecNodeAttention",
     "specdec_move": "SpecdecMove",
+    "specdec_put": "SpecdecPut",
     "specdec_cross_attention": "SpecdecCrossAttention",
     "specdec_encoder_attention": "SpecdecEncoderAttention",
 }

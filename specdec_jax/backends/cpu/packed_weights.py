@@ -216,6 +216,25 @@ class PackedWeight:
         options = dict(clear=clear, cap=_number(cap))
         return call(*arguments, **before.attributes(), **options).astype(output_dtype)
 
+    def keys_and_values(
+        self,
+        x: Float[Array, "B L D"],
+        features: int,
+        valid: Valid = None,
+        bias: Float[Array, " F"] | None = None,
+    ) -> tuple[Float32[Array, "B G L K"], Float32[Array, "B G L K"]]:
+        """Returns keys and values of x by heads of K = `features`, as a `KVCache` has them.
+
+        The first half of the weight's columns gives the keys. Rows that are False in `valid` are 0.
+        """
+        batch, length, _ = x.shape
+        heads = self.columns // (2 * features)
+        shape = batch, heads, length, features
+        call = _get_kernel(f"keys_values_{self._kind}", shape, shape)
+        scales = _replace_none(self.scales)
+        given = x.astype(jnp.float32), self.values, scales, _flags(valid), _replace_none(bias)
+        return tuple(call(*given))
+
     def greedy_token_and_logprob(
         self,
         x: Float[Array, "*N D"],
@@ -495,6 +514,21 @@ def move_slots(
     """Does what `Backend.move_slots` does, in place."""
     call = _get_kernel("move", keys.shape, values.shape, aliases={0: 0, 1: 1})
     return tuple(call(keys, values, sources, starts))
+
+
+def put_rows(
+    old: Float32[Array, "N ..."],
+    new: Float32[Array, "M ..."],
+    sources: Int32[Array, " R"],
+    targets: Int32[Array, " R"],
+    count: Int32[Array, ""],
+) -> Float32[Array, "N ..."]:
+    """Returns `old` with the first `count` of the rows `sources` of `new` at `targets`, in place.
+
+    All cores copy; XLA's loop of slices takes several times as long for rows of a cache.
+    """
+    call = _get_kernel("put", old.shape, aliases={0: 0})
+    return call(old, new, sources, targets, count)
 
 
 def attend_to_encoded(

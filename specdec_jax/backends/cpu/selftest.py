@@ -69,6 +69,7 @@ def _product_cases(rng: Any) -> list[tuple]:
     import numpy as np
 
     M, K, F, P = 20, 640, 512, 16  # as many rows and inputs as fill tiles
+    B, H = 2, 4
     make = functools.partial(rng.standard_normal, dtype=np.float32)
     given, w, bias, residual = make((M, 2 * K)), make((K, F)) / 30, make(F), make((M, F))
     integers = rng.integers(-127, 128, (K, F), dtype=np.int8)
@@ -77,6 +78,9 @@ def _product_cases(rng: Any) -> list[tuple]:
     table, numbers, x = make((7, K)), np.array([3, 0, 9, -2], np.int32), given[:, :K].copy()
     precise, linear = x.astype(np.float64), given[:, K:].copy()
 
+    moves = np.array([[5, 19, 0], [6, 2, 3]], np.int32)
+    put = table.copy()
+    put[moves[1, :2]] = x[moves[0, :2]]
     columns, taken = np.zeros((1, K, P), np.float32), (numbers, all_valid)
     columns[0, :, :7] = table.T
     centred = precise - precise.mean(axis=1, keepdims=True)
@@ -86,6 +90,7 @@ def _product_cases(rng: Any) -> list[tuple]:
     sums = np.log(np.exp(precise - most[:, None]).sum(axis=1))
     cases: list[tuple] = [
         ("rows", (table, numbers, all_valid), {}, [(4, K)], table[[3, 0, 6, 0]]),
+        ("put", (table, x, *moves, np.int32(2)), {}, [(7, K)], put),
         ("columns", (columns, *taken), {"columns": np.int64(7)}, [(4, K)], table[[3, 0, 6, 0]]),
         ("norm", (x, *table[:2], valid), {"before": np.int64(2)}, [(M, K)], normed),
         ("log_sums", (x,), {}, [(M,), (M,)], most, sums),
@@ -112,6 +117,11 @@ def _product_cases(rng: Any) -> list[tuple]:
         found = logits.argmax(axis=1), logprobs
         head_given = linear, *weights, all_valid, bias
         cases.append((f"head_{kind}", head_given, head, [(M,), (M,)], *found))
+        rows = linear.reshape(B, M // B, K), valid.reshape(B, M // B)
+        by_heads = (inputs[1].astype(np.float64) @ matrix + bias) * valid[:, None]
+        by_heads = by_heads.reshape(B, M // B, 2, H, -1).transpose(2, 0, 3, 1, 4)
+        rows_given = rows[0], *weights, rows[1], bias
+        cases.append((f"keys_values_{kind}", rows_given, {}, [by_heads[0].shape] * 2, *by_heads))
     return cases
 
 
