@@ -35,12 +35,13 @@ from typing import Any
 from absl import app, flags
 
 from specdec_jax.analysis import machine
+from specdec_jax.analysis.variants import IN_A_ROW
 from specdec_jax.decoding.autotune import keep_costs
 from specdec_jax.decoding.program_cache import keep_programs
 from specdec_jax.files.writing import write_file
-from tools.results.cases import forget_programs
+from tools.results.cases import forget_programs, format_speed
 from tools.results.shortfalls import list_shortfalls
-from tools.results.stage import Settings, Skipped
+from tools.results.stage import Settings, Skipped, Stage
 from tools.results.stages import STAGES
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -109,6 +110,7 @@ def measure(settings: Settings, names: Sequence[str], again: bool) -> None:
         found |= {
             "seconds": round(time.perf_counter() - start, 1),
             "load": round(load, 1),
+            "in_a_row": IN_A_ROW,
             "command": f"scripts/results.py --only={one}" + " --quick" * settings.quick,
             "commit": find_commit(),
             "date": datetime.date.today().isoformat(),
@@ -143,14 +145,16 @@ def explain_absence(part: Mapping[str, Any]) -> str:
     return part.get("skipped") or part.get("failed") or "not measured yet"
 
 
-def note_conditions(record: Mapping[str, Any], part: Mapping[str, Any], timed: bool) -> str:
+def note_conditions(record: Mapping[str, Any], part: Mapping[str, Any], kind: Stage) -> str:
     """Returns what a reader of a stage's figures should know, in parentheses.
 
     More than one and a half processes a core, before a stage, are mostly those of other programs,
-    which matter where the figures are times.
+    which matter where the figures are times. Ways of decoding once took turns with every sentence.
     """
-    busy = timed and part.get("load", 0) > 1.5 * record["machine"]["cores"]
+    one_by_one = kind.format is format_speed and "rows" in part and "in_a_row" not in part
+    busy = kind.timed and part.get("load", 0) > 1.5 * record["machine"]["cores"]
     notes = ["`--quick`"] * was_quick(part) + ["on a busy machine"] * busy
+    notes += ["in turn with every sentence"] * one_by_one
     return f" ({', '.join(notes)})" if notes else ""
 
 
@@ -217,7 +221,7 @@ def make_table(name: str, records: Sequence[Mapping[str, Any]]) -> str:
     other = [one for one in records if bool(name_accelerator(one)) == kind.accelerator]
     for record in [one for one in records if stage in one["stages"] or one in other]:
         part = record["stages"].get(stage, {})
-        head = name_machine(record) + note_conditions(record, part, kind.timed)
+        head = name_machine(record) + note_conditions(record, part, kind)
         rows = {
             one: {case: kind.drop_alpha(one, case, row) for case, row in cases.items()}
             for one, cases in part.get("rows", {}).items()

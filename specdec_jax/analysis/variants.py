@@ -1,6 +1,7 @@
 """Times ways of decoding (variants) on the same batches of sentences, pass after pass.
 
-The variants are interleaved batch by batch, since the speed of a shared machine drifts.
+The variants are interleaved, `IN_A_ROW` batches at a time, since the speed of a shared machine
+drifts. The first batch of each block finds the caches full of another variant's weights.
 """
 
 import dataclasses
@@ -26,6 +27,8 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import is_decoder_only
 from specdec_jax.models.padding import bucket_length
 from specdec_jax.speculative.randomness import make_key
+
+IN_A_ROW = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,16 +237,22 @@ def time_passes(
 def time_pass(
     variants: Mapping[str, Variant], batches: Sequence[SentenceBatch], turn: int, what: str
 ) -> None:
-    """Times every batch through every variant, one variant after the other."""
+    """Times every batch through every variant, `IN_A_ROW` batches by each of them in turn."""
     for variant in variants.values():
         variant.seconds.append(0.0)
         variant.results = []
-    for index, batch in enumerate(track(batches, len(batches), f"{what}, batch")):
-        for name in timing.rotate(variants, turn + index):
-            start = time.perf_counter()
-            result = batch.decode_with(variants[name].decode)
-            variants[name].seconds[-1] += time.perf_counter() - start
-            variants[name].results.append(result)
+    blocks = (batches[first : first + IN_A_ROW] for first in range(0, len(batches), IN_A_ROW))
+    calls = [
+        (variants[name], batch)
+        for index, block in enumerate(blocks)
+        for name in timing.rotate(variants, turn + index)
+        for batch in block
+    ]
+    for variant, batch in track(calls, len(calls), f"{what}, call"):
+        start = time.perf_counter()
+        result = batch.decode_with(variant.decode)
+        variant.seconds[-1] += time.perf_counter() - start
+        variant.results.append(result)
 
 
 def missing_outputs(variants: Mapping[str, Variant]) -> list[str]:

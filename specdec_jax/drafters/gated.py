@@ -1,5 +1,6 @@
 """Lets a drafter that looks up what follows draft only where its own drafts were accepted."""
 
+import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
 import flax.struct
@@ -11,6 +12,7 @@ from specdec_jax.drafters.continuations import TableDrafter
 from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import Network
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
 
@@ -97,6 +99,10 @@ class GatedDrafter(Drafter):
     def check(self, target: LanguageModel) -> None:
         self._check_inner()
         self.drafter.check(target)
+
+    def on(self, network: Network) -> "GatedDrafter":
+        inner = self.drafter.on(network)
+        return self if inner is self.drafter else dataclasses.replace(self, drafter=inner)
 
     def identity(self) -> tuple[list[Any], Any]:
         return [self.drafter.contents, self.least, self.memory], None

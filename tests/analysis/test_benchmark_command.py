@@ -64,7 +64,7 @@ def test_progress_of_every_part_is_shown(monkeypatch, target, batches, options):
         "compiling",
         "compiling steps",
         "timing steps, pass 1 of 1, step",
-        "timing, pass 1 of 1, batch",
+        "timing, pass 1 of 1, call",
     ):
         assert any(re.search(rf"\b(\d+) of \1\b.*: {what}", bar) for bar in bars), what
     before = screen.getvalue()

@@ -260,6 +260,44 @@ CALLS = {
         )
         for kind, weights, scales, misfits in KINDS
     },
+    **{
+        f"specdec_keys_values_{kind}": (
+            [(2, 2, 20), weights, (36 * bool(scales),), NONE, (36,)],
+            [(2, 3, 2, 6), (2, 3, 2, 6)],
+            {},
+            [
+                (0, (2, 2, 22)),
+                (0, (2, 3, 20)),
+                (0, (20,)),
+                *misfits,
+                (2, (32,)),
+                (3, ((3,), bool)),
+                (4, (35,)),
+                (5, (2, 3, 3, 6)),
+                (5, (2, 2, 2, 6)),
+                (5, (12, 6)),
+                (5, (2, 3, 2, 0)),
+                (6, (2, 3, 2, 5)),
+            ],
+        )
+        for kind, weights, scales, misfits in KINDS
+    },
+    "specdec_put": (
+        [(5, 2, 8), (3, 2, 8), ((2,), INTEGER), ((2,), INTEGER), ((), INTEGER)],
+        [(5, 2, 8)],
+        {},
+        [
+            (0, (5, 2, 7)),
+            (0, ()),
+            (1, (3, 2, 7)),
+            (1, ()),
+            (2, ((3,), INTEGER)),
+            (3, ((3,), INTEGER)),
+            (3, (2,)),
+            (4, ((2,), INTEGER)),
+            (5, (4, 2, 8)),
+        ],
+    ),
     "specdec_rows": (
         [(5, 8), ((2, 3), INTEGER), NONE],
         [(2, 3, 8)],

@@ -182,6 +182,17 @@ def test_distribution_through_the_engine():
     assert 0.02 < accepted.sum() / examined.sum() < 0.9
 
 
+def test_the_inner_drafter_is_told_of_a_traced_target():
+    class Told(sd.PromptLookupDrafter):
+        def on(self, network):
+            return sd.PromptLookupDrafter(network.vocab_size)
+
+    gated = sd.GatedDrafter(Told(), least=0.3)
+    assert gated.on(TARGET.network) == sd.GatedDrafter(sd.PromptLookupDrafter(V), least=0.3)
+    gated = sd.GatedDrafter(sd.PromptLookupDrafter())
+    assert gated.on(TARGET.network) is gated
+
+
 def test_what_is_rejected():
     for arguments, message in (
         ((model,), "drafter: got ModelDrafter.*looks up what follows"),

@@ -16,6 +16,7 @@ RECORD = {
     "machine": {"processor": "A chip", "cores": 2},
     "stages": {
         "pair": {
+            "in_a_row": 8,
             "rows": {
                 "ende": {
                     "plain, float32": {
@@ -27,7 +28,7 @@ RECORD = {
                         **dict(ms_per_token=1.6, sentences=9),
                     },
                 }
-            }
+            },
         },
         "t5x": {"skipped": "T5X is not installed"},
     },
@@ -50,7 +51,8 @@ def test_the_tables_of_the_pages_are_rendered_from_the_records(results):
 
 
 def test_a_row_is_a_case_and_a_column_is_a_machine(results):
-    other = {"machine": {"processor": "B", "cores": 4}, "stages": {"pair": {"rows": {}}}}
+    pair = {"rows": {}, "in_a_row": 8}
+    other = {"machine": {"processor": "B", "cores": 4}, "stages": {"pair": pair}}
     other["stages"]["pair"]["rows"]["ende"] = {
         "more": RECORD["stages"]["pair"]["rows"]["ende"]["plain, float32"]
     }
@@ -83,7 +85,7 @@ def test_a_table_of_all_texts_has_a_column_for_each(results):
     record = json.loads(json.dumps(RECORD))
     rows = record["stages"]["pair"]["rows"]["ende"]
     drafters = {"ende T=0": rows, "more T=0": {"plain, float32": rows["plain, float32"]}}
-    record["stages"]["drafters"] = {"rows": drafters | {"ende T=1": rows}}
+    record["stages"]["drafters"] = {"rows": drafters | {"ende T=1": rows}, "in_a_row": 8}
     table = [
         "| one sentence at a time, over plain: A chip, 2 cores | ende | more |",
         "|---|---|---|",
@@ -123,6 +125,14 @@ def test_a_quick_run_and_a_busy_machine_are_marked(results):
     quick["stages"]["pair"]["load"] = 3.5
     head = results.make_table("pair ende", [quick]).splitlines()[0]
     assert head.endswith("| A chip, 2 cores (`--quick`, on a busy machine) |")
+
+
+def test_older_records_are_marked(results):
+    """Those of sentences, with every one of which ways of decoding took turns."""
+    old = json.loads(json.dumps(RECORD))
+    del old["stages"]["pair"]["in_a_row"]
+    head = results.make_table("pair ende", [old]).splitlines()[0]
+    assert head.endswith("| A chip, 2 cores (in turn with every sentence) |")
 
 
 def test_a_run_leaves_out_what_one_machine_has_measured_for_all(results, monkeypatch):

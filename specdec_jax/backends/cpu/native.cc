@@ -1057,7 +1057,7 @@ static ffi::Error KeysValuesOf(ffi::ThreadPool pool, Floats x, ffi::Buffer<kType
   if (xs.size() < 2 || ks.size() < 3) return unfit("keys, values: expected x [.., L, D] and keys [.., G, L, K]");
   const int64_t rows = count(xs, 0, xs.size() - 1), L = xs[xs.size() - 2], G = ks[ks.size() - 3], K = ks[ks.size() - 1];
   const int64_t F = 2 * G * K;
-  if (ks[ks.size() - 2] != L || rows * G > INT32_MAX || !has(*keys, rows * G * K) || !has(*values, rows * G * K) || !may_have(bias, F))
+  if (K < 1 || ks[ks.size() - 2] != L || rows * G > INT32_MAX || !has(*keys, rows * G * K) || !has(*values, rows * G * K) || !may_have(bias, F))
     return unfit("keys, values: shapes do not fit");
   return multiply<kType, W>(pool, x, w, scales, F, live, {kNothing, kLinear, kLinear, nullptr, nullptr},
                             {keys->typed_data(), or_none(bias), nullptr, nullptr, nullptr, false, true, 0.0f, values->typed_data(), L, K});
