@@ -39,7 +39,7 @@ from specdec_jax.analysis.variants import IN_A_ROW
 from specdec_jax.decoding.autotune import keep_costs
 from specdec_jax.decoding.program_cache import keep_programs
 from specdec_jax.files.writing import write_file
-from tools.results.cases import forget_programs, format_speed
+from tools.results.cases import forget_programs
 from tools.results.shortfalls import list_shortfalls
 from tools.results.stage import Settings, Skipped, Stage
 from tools.results.stages import STAGES
@@ -151,7 +151,7 @@ def note_conditions(record: Mapping[str, Any], part: Mapping[str, Any], kind: St
     More than one and a half processes a core, before a stage, are mostly those of other programs,
     which matter where the figures are times. Ways of decoding once took turns with every sentence.
     """
-    one_by_one = kind.format is format_speed and "rows" in part and "in_a_row" not in part
+    one_by_one = kind.by_sentence and "rows" in part and "in_a_row" not in part
     busy = kind.timed and part.get("load", 0) > 1.5 * record["machine"]["cores"]
     notes = ["`--quick`"] * was_quick(part) + ["on a busy machine"] * busy
     notes += ["in turn with every sentence"] * one_by_one

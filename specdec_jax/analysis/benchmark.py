@@ -1,6 +1,6 @@
 """Compares plain with speculative decoding: wall time, α, c, v, predicted and measured improvement.
 
-Variants are interleaved batch by batch, since the speed of a shared machine drifts. Encoders and
+Variants take turns (`variants.py`), since the speed of a shared machine drifts. Encoders and
 tokenisation are inside the wall time, compilation is not. The tokens of all variants are counted in
 the same way.
 """

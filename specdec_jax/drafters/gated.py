@@ -102,6 +102,7 @@ class GatedDrafter(Drafter):
 
     def on(self, network: Network) -> "GatedDrafter":
         inner = self.drafter.on(network)
+        assert isinstance(inner, TableDrafter)
         return self if inner is self.drafter else dataclasses.replace(self, drafter=inner)
 
     def identity(self) -> tuple[list[Any], Any]:

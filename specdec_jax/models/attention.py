@@ -139,7 +139,8 @@ class Attention(nn.Module):
     def project_key_value(self, x: Encoded, valid: Mask | None, backend: Backend) -> KVCache:
         """Returns the keys and values of an encoder's output, in the layout of a backend."""
         if self.joint_cross:
-            return KVCache(*self.kv.keys_and_values(x, self.options.head_dim, valid))
+            keys, values = self.kv.keys_and_values(x, self.options.head_dim, valid)
+            return KVCache(self.key_norm(keys) if self.options.qk_norm else keys, values)
         key = self._place(self.key(x, valid), self.key_norm if self.options.qk_norm else None, None)
         return backend.cross_cache(key, self.value(x, valid), self.shape)
 

@@ -44,8 +44,9 @@ def pack(params: dict, use_packed: bool, fused: bool = True, transposes_int8: bo
       params: T5X's tree, whose weights are arrays `[D, F]` or `Int8Weight`s. Its nested dicts are
         emptied on the way.
       use_packed: whether weights are stored packed.
-      fused: whether weights with the same input are joined. On a mesh that divides weights by their
-        outputs they must not be: one device would get the queries and another the values.
+      fused: whether weights with the same input are joined, but for those of a cross-attention,
+        which are with `use_packed`. On a mesh that divides weights by their outputs they must not
+        be: one device would get the queries and another the values.
       transposes_int8: whether the numbers of `Int8Weight`s are transposed.
     """
     how = use_packed, fused, transposes_int8

@@ -30,9 +30,10 @@ def weight(kind, D, F):
 @tiers.parametrize("kind", ["float32", "int8", "w8a8"], first=3)
 @tiers.parametrize("heads, K", [(2, 64), (1, 16), (3, 8), (5, 3), (1, 1)], first=3)
 @tiers.parametrize("B, L", [(1, 1), (1, 12), (3, 7), (2, 40), (5, 0)], first=4)
-def test_keys_and_values_are_those_of_a_product(kind, heads, K, B, L):
+@tiers.parametrize("D", [192, 33], first=2)
+def test_keys_and_values_are_those_of_a_product(kind, heads, K, B, L, D):
     """Bit for bit, whatever the features of a head; of positions that do not count they are 0."""
-    D, half = 192, heads * K
+    half = heads * K
     stored, x, bias = weight(kind, D, 2 * half), normal(B, L, D), jnp.asarray(normal(2 * half))
     for valid in (None, np.arange(L) < np.arange(B)[:, None] * 3 + 2):
         for added in (None, bias):

@@ -1,10 +1,13 @@
 """The loop's tree of weights: the same numbers, whether the CPU's own kernels are there or not."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from toy_models import noisy_copy, tiny_t5
+from twins import t5gemma
 
 from specdec_jax.analysis import near_ties
 from specdec_jax.backends.cpu import native, packed_weights
@@ -109,6 +112,18 @@ def test_other_dtypes_and_backends_keep_their_weights(dtype, backend, monkeypatc
     assert packed_weights.can_pack("float32")
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert not packed_weights.can_pack(dtype)
+
+
+def test_norms_of_a_cross_attentions_keys_come_after_their_joint_product(monkeypatch):
+    config = dataclasses.replace(t5gemma(48, 64), qk_norm=True)
+
+    def make():
+        return LanguageModel.random(config, seed=1)
+
+    found, expected = make(), without_kernels(make, monkeypatch)
+    assert "kv" in found.network.params["decoder"]["layers_0"]["encoder_decoder_attention"]
+    found, expected = (one.logits(INPUTS, INPUTS[:, ::-1]) for one in (found, expected))
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 @pytest.mark.slow

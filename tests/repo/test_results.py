@@ -131,8 +131,12 @@ def test_older_records_are_marked(results):
     """Those of sentences, with every one of which ways of decoding took turns."""
     old = json.loads(json.dumps(RECORD))
     del old["stages"]["pair"]["in_a_row"]
-    head = results.make_table("pair ende", [old]).splitlines()[0]
-    assert head.endswith("| A chip, 2 cores (in turn with every sentence) |")
+    old["stages"]["templates"] = old["stages"]["pair"]  # which times whole jobs
+    heads = [
+        results.make_table(f"{one} ende", [old]).splitlines()[0] for one in ("pair", "templates")
+    ]
+    assert heads[0].endswith("| A chip, 2 cores (in turn with every sentence) |")
+    assert heads[1].endswith("| A chip, 2 cores |")
 
 
 def test_a_run_leaves_out_what_one_machine_has_measured_for_all(results, monkeypatch):

@@ -46,6 +46,7 @@ class Stage(NamedTuple):
       timed: whether the figures depend on what else the machine does.
       once: whether one machine is enough: a run leaves the stage out if any record has it.
       accelerator: whether it is measured on accelerators, not on processors.
+      by_sentence: whether ways of decoding take turns with sentences, not with whole files.
       unrated: pattern of `TEXT, CASE` of the rows without an acceptance rate, because their drafts
         are verified as a whole: older records have a number there.
     """
@@ -58,6 +59,7 @@ class Stage(NamedTuple):
     timed: bool = True
     once: bool = False
     accelerator: bool = False
+    by_sentence: bool = False
     unrated: str = "(?!)"
 
     def drop_alpha(self, text: str, case: str, row: Row) -> Row:

@@ -23,20 +23,40 @@ _OVER_PLAIN = "one sentence at a time, over plain"
 
 STAGES: dict[str, Stage] = {
     "pair": Stage(
-        "bundled pair, one sentence at a time", (2.5, 0.9), pair.measure_pair, format_speed
+        "bundled pair, one sentence at a time",
+        (2.5, 0.9),
+        pair.measure_pair,
+        format_speed,
+        by_sentence=True,
     ),
     "steps": Stage("one row", (2, 1), pair.measure_steps, format_step),
-    "texts": Stage(_OVER_PLAIN, (4, 0.8), pair.measure_texts, format_speed),
-    "drafters": Stage(_OVER_PLAIN, (9, 2.2), pair.measure_drafters, format_speed, format_brief),
-    "policies": Stage(_OVER_PLAIN, (3, None), pair.measure_policies, format_speed),
-    "cascades": Stage(_OVER_PLAIN, (1.5, None), pair.measure_cascades, format_speed),
-    "only": Stage(_OVER_PLAIN, (3.5, 1.2), only.measure_only, format_speed),
-    "trained": Stage(_OVER_PLAIN, (14, None), only.measure_trained, format_speed, once=True),
+    "texts": Stage(_OVER_PLAIN, (4, 0.8), pair.measure_texts, format_speed, by_sentence=True),
+    "drafters": Stage(
+        _OVER_PLAIN, (9, 2.2), pair.measure_drafters, format_speed, format_brief, by_sentence=True
+    ),
+    "policies": Stage(
+        _OVER_PLAIN, (3, None), pair.measure_policies, format_speed, by_sentence=True
+    ),
+    "cascades": Stage(
+        _OVER_PLAIN, (1.5, None), pair.measure_cascades, format_speed, by_sentence=True
+    ),
+    "only": Stage(_OVER_PLAIN, (3.5, 1.2), only.measure_only, format_speed, by_sentence=True),
+    "trained": Stage(
+        _OVER_PLAIN, (14, None), only.measure_trained, format_speed, once=True, by_sentence=True
+    ),
     "summaries": Stage(
-        "summaries by people, over plain", (3, None), copying.measure_summaries, format_speed
+        "summaries by people, over plain",
+        (3, None),
+        copying.measure_summaries,
+        format_speed,
+        by_sentence=True,
     ),
     "edits": Stage(
-        "corrected sentences, over plain", (3.5, None), copying.measure_edits, format_speed
+        "corrected sentences, over plain",
+        (3.5, None),
+        copying.measure_edits,
+        format_speed,
+        by_sentence=True,
     ),
     "templates": Stage(
         "the same sentences with other names, over plain",
@@ -57,9 +77,14 @@ STAGES: dict[str, Stage] = {
         pair.measure_trees,
         format_speed,
         unrated=".* T=1, (chain|tree of widths)",
+        by_sentence=True,
     ),
     "beams": Stage(
-        "one sentence at a time, over plain beams", (1.5, 0.5), pair.measure_beams, format_speed
+        "one sentence at a time, over plain beams",
+        (1.5, 0.5),
+        pair.measure_beams,
+        format_speed,
+        by_sentence=True,
     ),
     "gpt": Stage(
         "gpt/97m with gpt/6m, random weights",
@@ -67,14 +92,18 @@ STAGES: dict[str, Stage] = {
         shapes.measure_gpt,
         shapes.format_shape,
         once=True,
+        by_sentence=True,
     ),
-    "paper": Stage("random weights", (6, None), shapes.measure_paper, shapes.format_shape),
+    "paper": Stage(
+        "random weights", (6, None), shapes.measure_paper, shapes.format_shape, by_sentence=True
+    ),
     "large": Stage(
         "random weights, one input at a time",
         (11, None),
         large.measure_large,
         shapes.format_shape,
         once=True,
+        by_sentence=True,
     ),
     "scaling": Stage(
         "size of what grows",
@@ -87,6 +116,7 @@ STAGES: dict[str, Stage] = {
         (2, None),
         translation.measure_opus,
         translation.format_opus,
+        by_sentence=True,
     ),
     "file": Stage(
         "a whole file, over float32", (4.5, 0.8), whole_files.measure_file, whole_files.format_file
@@ -128,7 +158,11 @@ STAGES: dict[str, Stage] = {
         once=True,
     ),
     "t5x": Stage(
-        "the package's sentences, over T5X", (1.5, 1), elsewhere.measure_t5x, format_ratio
+        "the package's sentences, over T5X",
+        (1.5, 1),
+        elsewhere.measure_t5x,
+        format_ratio,
+        by_sentence=True,
     ),
     "accelerator": Stage(
         "T5-XXL with T5-small in bfloat16, inputs and outputs of 128 tokens, γ = 7",

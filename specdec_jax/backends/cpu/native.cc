@@ -656,7 +656,7 @@ static void panels_of(const Product<W>& of, int64_t first, int64_t last) {
 
 #ifdef SPECDEC_TILES
 // Of one tile of inputs or two and two of weights, `count` of each, the products; those of the inputs and of the weights lie so far
-// apart. To ask for weights ahead was no faster.
+// apart. The next weights are asked for, which matters where they come from memory and not from a cache.
 template <bool kTwo>
 static inline void multiply_tiles(const int8_t* x, int64_t apart, const int8_t* w, int64_t next, int count, int32_t* to) {
   _tile_zero(0);
@@ -664,6 +664,10 @@ static inline void multiply_tiles(const int8_t* x, int64_t apart, const int8_t* 
   _tile_zero(2);
   _tile_zero(3);
   for (int k = 0; k < count; k++, x += kTile, w += kTile) {
+    for (int line = 0; line < kTileRows; line++) {
+      __builtin_prefetch(w + kTile + line * kTileBytes);
+      __builtin_prefetch(w + next + kTile + line * kTileBytes);
+    }
     _tile_loadd(4, x, kTileBytes);
     _tile_loadd(6, w, kTileBytes);
     _tile_loadd(7, w + next, kTileBytes);

@@ -525,7 +525,8 @@ def put_rows(
 ) -> Float32[Array, "N ..."]:
     """Returns `old` with the first `count` of the rows `sources` of `new` at `targets`, in place.
 
-    All cores copy; XLA's loop of slices takes several times as long for rows of a cache.
+    The targets differ. All cores copy; XLA's loop of slices takes several times as long for rows of
+    a cache.
     """
     call = _get_kernel("put", old.shape, aliases={0: 0})
     return call(old, new, sources, targets, count)
