@@ -383,7 +383,8 @@ struct Peaks {
 };
 
 // y [rows[i]] = x [i] · w, scaled, for i < M; or of each panel of it the peak. Of int8 weights x has been rounded, in
-// parts of kPart lines. With `values` heads of `apart` columns lie `length` rows apart, those of the first half of the columns in y.
+// parts of kPart lines. With `values` heads of `apart` columns lie `length` rows apart, those of the first half of the columns in
+// y.
 template <typename W>
 struct Product {
   const typename Kind<W>::Input* x;
