@@ -404,7 +404,7 @@ def _make_policy(
     gammas = check_per_row("gamma", gamma if policy is None else policy.maximum, batch, 0, most)
     if drafter is None:
         return None, np.zeros_like(gammas)
-    # The numbers of γ = "auto" are those that `autotune` chooses.
+    # Of γ = "auto" it is `autotune` that makes the rows, with the costs that it has chosen.
     return policy if policy is None or policy is _PENDING else policy.rows(batch), gammas
 
 

@@ -254,7 +254,7 @@ def _find_errors(
         assert request.drafter is not None
         drafter = f"the drafter {request.drafter.name}".rstrip() + processor
         found[row] = NonFiniteLogitsError(drafter, int(request.inputs[row]), token, True)
-    if np.isfinite(state.log_probs).all():  # mostly so, of what is not committed, too
+    if np.isfinite(state.log_probs).all():  # the usual case, even of slots past the committed ones
         return found
     slots = np.arange(state.tokens.shape[1])
     committed = (slots >= request.prefix_lengths[:, None]) & (slots < state.lengths[:, None])

@@ -220,8 +220,8 @@ class DecoderLayer(nn.Module):
         joint = options.joint_attention or (options.joins_attention and backend.joins_weights)
         setattr(self, options.self_attention, Attention(options, backend, joint, self.kind))
         if options.cross_attention:
-            cross = dict(joint=joint, joint_cross=backend.packs_weights)
-            self.encoder_decoder_attention = Attention(options, backend, **cross)
+            cross = Attention(options, backend, joint, joint_cross=backend.packs_weights)
+            self.encoder_decoder_attention = cross
         self.mlp = MLP(options, backend)
         self.dropout = nn.Dropout(options.dropout_rate)
 
