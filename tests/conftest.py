@@ -152,6 +152,20 @@ def nothing_measured():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_waits():
+    """Makes jobs of few inputs refill rows, as on an accelerator.
+
+    `test_continuous_batching.py` and `test_refilled_caches.py` let rows wait, as with the CPU
+    kernels; so do processes that tests start.
+    """
+    from specdec_jax.decoding import continuous_batching
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(continuous_batching, "may_wait", lambda plan: False)
+        yield
+
+
 @pytest.fixture(scope="session")
 def quick_environment():
     """What the environment of a process has beside ours that compiles as with `quick`."""

@@ -1,6 +1,7 @@
 """Times the bare matrix products of a decoder step: the floor under every step."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -39,6 +40,11 @@ class Products(NamedTuple):
             weights.append(network.params["token_embedder"]["embedding"])
             axes.append(1)
         return cls(weights, tuple(axes))
+
+    @property
+    def size(self) -> int:
+        """Number of the weights."""
+        return sum(math.prod(weight_shape(weight)) for weight in self.weights)
 
     @property
     def nbytes(self) -> int:

@@ -51,7 +51,10 @@ class Int8Weight:
 
     def matrix(self) -> Float32[Array | np.ndarray, "D F"]:
         """Returns the weight as float32."""
-        return self.unpack().values.astype(jnp.float32) * self.scales
+        values = self.unpack().values
+        if isinstance(values, np.ndarray):  # widened on the way, not as an array of its own
+            return np.multiply(values, self.scales, dtype=np.float32)
+        return values.astype(jnp.float32) * self.scales
 
     def product(self, x: Float[Array, "*N D"], output_dtype: DTypeLike) -> Float[Array, "*N F"]:
         """Returns `x` times the weight.

@@ -212,4 +212,4 @@ def open_array(path: AnyPath, name: str, array: Any) -> StoredTensor:
     block = places.choose_block(path, 4 * math.prod(array.shape))
     read = functools.partial(fill_rows, array.shape, read_rows, block=block)
     remote = places.is_remote(path)
-    return StoredTensor(array.shape, read, array.dtype.name, is_remote=remote)
+    return StoredTensor(array.shape, read, array.dtype.name, reads_ahead=remote)

@@ -103,4 +103,5 @@ def multiply_parts(values: StoredTensor, scales: StoredTensor) -> StoredTensor:
 
     whole = tuple(slice(0, size) for size in values.shape)
     made = StoredTensor.from_function(values.shape, lambda dtype: read_part(dtype, whole), "int8")
-    return dataclasses.replace(made, read_part=read_part, parts=(values, scales))
+    more: dict = dict(read_part=read_part, parts=(values, scales))
+    return dataclasses.replace(made, reads_ahead=values.reads_ahead, **more)

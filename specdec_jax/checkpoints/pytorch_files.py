@@ -190,4 +190,4 @@ def _open_tensor(path: AnyPath, name: str, tensor: Tensor, base: int) -> StoredT
     if not is_dense and isinstance(path, RemotePath):  # one reading of the whole
         block = 4 * max(1, math.prod(shape))
     read = functools.partial(fill_rows, shape, read_rows, block=block)
-    return StoredTensor(shape, read, stored.name, is_remote=places.is_remote(path))
+    return StoredTensor(shape, read, stored.name, reads_ahead=places.is_remote(path))

@@ -102,7 +102,7 @@ def _open_tensor(path: AnyPath, name: str, entry: dict, base: int) -> StoredTens
 
     block = places.choose_block(path, 4 * math.prod(shape))
     read = functools.partial(stored_tensor.fill_rows, shape, read_rows, block=block)
-    return StoredTensor(shape, read, stored.name, is_remote=places.is_remote(path))
+    return StoredTensor(shape, read, stored.name, reads_ahead=places.is_remote(path))
 
 
 def write_folder(tensors: Parameters, dtype: str, folder: pathlib.Path, report: Report) -> None:

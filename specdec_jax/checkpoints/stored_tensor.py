@@ -34,7 +34,8 @@ class StoredTensor:
         only the whole can be read.
       parts: the int8 values and float32 scales whose product the parameter is, if it is stored in
         int8, else None. The scales have length 1 along the axis on which all numbers share a scale.
-      is_remote: whether it is read from a store, where several readings at a time are faster.
+      reads_ahead: whether several readings at a time are faster: from a store, and of TensorStore's
+        chunks, which are unpacked.
       copy: the copy of a remote folder that is read, which lives as long as the tensor; or None.
     """
 
@@ -44,7 +45,7 @@ class StoredTensor:
     turned: bool = False
     read_part: Callable[[np.dtype, tuple[slice, ...]], np.ndarray] | None = None
     parts: "tuple[StoredTensor, StoredTensor] | None" = None
-    is_remote: bool = False
+    reads_ahead: bool = False
     copy: FolderCopy | None = None
 
     @property

@@ -1,7 +1,6 @@
 """Reads and writes arrays with TensorStore: zarr (legacy T5X) and OCDBT databases (Orbax)."""
 
 import concurrent.futures
-import functools
 import json
 import math
 import pathlib
@@ -23,7 +22,7 @@ _CHUNK_BYTES = 1 << 26  # size of a chunk that T5X aims at
 # Limit of Orbax's list of all arrays, optimizer states included, and of the database's list of its
 # nodes.
 _STRUCTURE_BYTES = 1 << 24
-# Arrays of a store that are opened at a time, and bytes of a database's nodes that are kept then.
+# Arrays that are opened at a time, and bytes of a database's nodes that are kept then.
 _OPENED, _NODES_BYTES = 16, 1 << 26
 _COMMIT_BYTES = 1 << 28  # arrays of this size are held, and written to a database together
 
@@ -101,30 +100,28 @@ def open_array(
 
         return fill_rows(shape, read_rows, dtype, transpose, multiple=rows)
 
-    remote = context is not None
-    return StoredTensor(shape, read, stored, read_part=read_part, is_remote=remote, copy=copy)
+    return StoredTensor(shape, read, stored, read_part=read_part, reads_ahead=True, copy=copy)
 
 
 def _open_arrays(
     specs: dict[str, dict],
     path: AnyPath,
-    base: dict,
     copy: FolderCopy | None,
     allowed_dtypes: Callable[[str], tuple[str, ...]] | None = None,
 ) -> Parameters:
-    """Opens the arrays of several specs by their names; those of a store many at a time."""
+    """Opens the arrays of several specs by their names, many at a time."""
     import tensorstore
 
-    def open_one(name: str, context: Any = None) -> StoredTensor:
+    if not specs:
+        return {}
+    context = tensorstore.Context({"cache_pool#nodes": {"total_bytes_limit": _NODES_BYTES}})
+
+    def open_one(name: str) -> StoredTensor:
         dtypes = allowed_dtypes(name) if allowed_dtypes else FLOATS
         return open_array(specs[name], name, path, dtypes, copy, context)
 
-    if base.get("driver") == "file" or not specs:
-        return {name: open_one(name) for name in specs}
-    context = tensorstore.Context({"cache_pool#nodes": {"total_bytes_limit": _NODES_BYTES}})
     with concurrent.futures.ThreadPoolExecutor(_OPENED) as pool:
-        opened = pool.map(functools.partial(open_one, context=context), specs)
-        return dict(zip(specs, opened))
+        return dict(zip(specs, pool.map(open_one, specs)))
 
 
 def open_zarr(folder: AnyPath, folders: dict[str, str]) -> Parameters:
@@ -134,7 +131,7 @@ def open_zarr(folder: AnyPath, folders: dict[str, str]) -> Parameters:
         name: {"driver": "zarr", "kvstore": base | {"path": f"{base['path']}{array}/"}}
         for name, array in folders.items()
     }
-    return _open_arrays(specs, folder, base, copy)
+    return _open_arrays(specs, folder, copy)
 
 
 def _shorten_message(error: ValueError) -> str:
@@ -177,10 +174,9 @@ def open_ocdbt(
             continue
         name = "/".join(path[len(prefix) :])
         kvstore = {"driver": "ocdbt", "base": base, "path": ".".join(path) + "/"}
-        if base["driver"] != "file":
-            kvstore["cache_pool"] = "cache_pool#nodes"
+        kvstore["cache_pool"] = "cache_pool#nodes"  # of `_open_arrays`
         specs[name] = {"driver": driver, "kvstore": kvstore}
-    return _open_arrays(specs, folder, base, copy, allowed_dtypes)
+    return _open_arrays(specs, folder, copy, allowed_dtypes)
 
 
 def _make_spec(array: np.ndarray, compressor: str) -> dict:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.cpu.packed_weights import PackedWeight
@@ -20,7 +21,7 @@ from specdec_jax.checkpoints.stored_tensor import Checkpoint, Report, StoredTens
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.parameters import parameter_shapes, unflatten
 
-# Parameters of a store that are read at a time, if all have at most a part of the checkpoint.
+# Parameters that are read at a time, if all have at most a part of the model's size, or little.
 _READERS, _AHEAD, _LEAST_AHEAD = 8, 16, 4 << 20
 _EMBEDDING, _HEAD = "token_embedder/embedding", "decoder/logits_dense/kernel"
 
@@ -102,42 +103,58 @@ def read_params(
         if int8_weights and name == _EMBEDDING and checkpoint.config.logits_via_embedding:
             params[_HEAD] = _read_int8(_HEAD, tensor.transposed(), input_bits)
         report(tensor.size)
+        del tensor  # which may hold its numbers, while the next one is read
     return unflatten(params)
 
 
 def _read_ahead(
     tensors: list[tuple[str, StoredTensor]], dtype: str, int8_weights: str | None
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """Yields tensors by name; those of a store are then in memory, and the next ones on their way.
+    """Yields tensors by name; those that read ahead are in memory, and the next ones on their way.
 
     Only those that are read once, in one dtype, are read ahead.
     """
-    kinds = {
-        name: jnp.dtype("float32" if int8_weights and _is_weight(name) else dtype)
-        for name, tensor in tensors
-        if tensor.is_remote and not tensor.parts and not (int8_weights and name == _EMBEDDING)
-    }
-    sizes = {name: kinds[name].itemsize * tensor.size for name, tensor in tensors if name in kinds}
-    most = max(_LEAST_AHEAD, sum(sizes.values()) // _AHEAD)
+    kinds: dict[str, np.dtype] = {}
+    sizes: dict[str, int] = {}
+    model_bytes = 0
+    for name, tensor in tensors:
+        model_dtype = "int8" if int8_weights and _is_weight(name) else dtype
+        model_bytes += jnp.dtype(model_dtype).itemsize * tensor.size
+        if tensor.reads_ahead and not (int8_weights and name == _EMBEDDING):
+            kind = dtype
+            if int8_weights and _is_weight(name):
+                kind = "int8" if tensor.parts and int8.is_quantized(name, tensor) else "float32"
+            # Integers are widened to float32 on the way to any other dtype.
+            widened = 1 + 4 if tensor.parts and kind != "int8" else 0
+            kinds[name] = jnp.dtype(kind)
+            sizes[name] = (kinds[name].itemsize + widened) * tensor.size
+    most = max(_LEAST_AHEAD, model_bytes // _AHEAD)
     waiting = collections.deque((name, tensor) for name, tensor in tensors if name in kinds)
     running: dict[str, concurrent.futures.Future] = {}
-    with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+    pool = concurrent.futures.ThreadPoolExecutor(_READERS)
+    try:
         for name, tensor in tensors:
             while waiting and (
                 not running or sum(sizes[other] for other in running) + sizes[waiting[0][0]] <= most
             ):
                 following, its = waiting.popleft()
-                running[following] = pool.submit(its.load, kinds[following])
+                running[following] = pool.submit(_hold, its, kinds[following])
             if name in running:
-                try:
-                    held = StoredTensor.from_array(running[name].result())
-                except BaseException:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise
-                tensor = dataclasses.replace(held, dtype=tensor.dtype)
-                del held
+                tensor = running[name].result()
             yield name, tensor
+            del tensor
             running.pop(name, None)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _hold(tensor: StoredTensor, dtype: npt.DTypeLike) -> StoredTensor:
+    """Returns a tensor that is in memory in `dtype`; of int8, its integers and scales are."""
+    if tensor.parts and dtype == np.int8:
+        values, scales = tensor.parts
+        return dataclasses.replace(tensor, parts=(_hold(values, dtype), _hold(scales, np.float32)))
+    held = StoredTensor.from_array(tensor.load(dtype))
+    return dataclasses.replace(held, dtype=tensor.dtype)
 
 
 def _read_floats(

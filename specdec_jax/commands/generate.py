@@ -427,7 +427,7 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
     rows = continuous_batching.choose_batch_size(target, options.rows, len(inputs))
     # Rejects bad arguments before there is a journal.
     plan = plan_decoding(target, inputs, config=config, drafter=drafter, key=key, batch_size=rows)
-    measures = config.gamma == "auto" and config.tree is None
+    measures = plan.auto_rows is not None
     measured = {"costs": _costs_record(autotune.autotune(plan))} if measures else {}
     settings = _deciding_options(options, target, drafter, source.contents)
     numbers, start = job.numbers, job.numbers.start
@@ -447,7 +447,9 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
                 **({"learner": learner} if learner and drafter else {"drafter": drafter}),
                 key=key,
                 batch_size=rows,
-                refill=continuous_batching.should_refill(rows, len(inputs), config.deadline),
+                refill=None
+                if continuous_batching.may_refill(rows, len(inputs), config.deadline)
+                else False,
                 skip=journal.done.union(range(start), range(numbers.stop, len(inputs))),
             )
             left = config.num_samples * (len(numbers) - len(journal.done))
@@ -553,7 +555,7 @@ def _use_costs(
         case {"gamma": 0}:
             unset = dict.fromkeys(("lenience", "typical_epsilon", "typical_delta"))
             changes: Any = {**unset, "verifier": "block"} if config.verifier in LOSSY else {}
-            return dataclasses.replace(config, gamma=0, **changes), None
+            return dataclasses.replace(config, gamma=0, drafter_sampling=None, **changes), None
         case {"gamma": int(gamma)}:
             return dataclasses.replace(config, gamma=gamma), drafter
         case {"costs": list(costs), "acceptance": float(), "weight": float(), "look": float()} if (

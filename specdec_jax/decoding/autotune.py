@@ -47,10 +47,10 @@ TIMED = (0, 2, 4, 5, 8)
 # The acceptance rate that a single row may have; what is added to the expected rate for rows that
 # differ; the number of tokens in an output.
 _HOPED, _SPREAD, _TOKENS = 0.9, (-0.2, 0.0, 0.2), 16
-# The least gain that makes drafting worth while; the part of it that an iteration without a draft
-# may cost; the same part for a single row whose earlier requests have shown where drafting does not
-# pay.
-_GAIN, _LOSS, _LOSS_KNOWN = 0.03, 0.1, 0.5
+# The least gain that makes drafting worth while, and the part of it that an iteration without a
+# draft may cost; both for a single row whose earlier requests have shown where drafting pays.
+_GAIN, _LOSS = 0.03, 0.1
+_GAIN_KNOWN, _LOSS_KNOWN = 0.01, 0.5
 _NEVER = 1e6  # a cost at which a draft is never chosen
 # How many tokens of earlier requests are remembered; for how many they count at most; and one in
 # how many requests that would begin without drafts looks whether drafts would pay by now.
@@ -93,23 +93,27 @@ class Costs(NamedTuple):
         return np.array(self.iterations) / tokens
 
     @functools.cache
-    def pays(self, rows: int, learns: bool = False) -> bool:
+    def pays(self, rows: int, learns: bool = False, limit: int = _TOKENS) -> bool:
         """Returns whether drafting could be faster than plain decoding at all.
 
         In a program that may draft, an iteration without a draft costs more than one of plain
         decoding. That is lost wherever nothing is accepted, so it may only be a small part of what
         can be gained. With `learns` a single row begins with what earlier requests have shown
-        (`policy`) and loses it only now and then, so the part may be larger.
+        (`policy`) and loses it only now and then, so the part may be larger; and an output may have
+        all of `limit` tokens.
         """
         least = self._expected(rows).min()
-        gain, loss = 1 / (least + self.prefill / _TOKENS) - 1, self.iterations[0] - 1
+        length = limit if learns else min(limit, _TOKENS)
+        gain, loss = 1 / (least + self.prefill / length) - 1, self.iterations[0] - 1
         return bool(gain > _GAIN and loss < (_LOSS_KNOWN if learns and rows == 1 else _LOSS) * gain)
 
-    def policy(self, rows: int, learned: "Learned | None" = None) -> Auto | None:
+    def policy(
+        self, rows: int, learned: "Learned | None" = None, limit: int = _TOKENS
+    ) -> Auto | None:
         """Returns the policy for `rows` rows decoded together, which begin with what was `learned`.
 
-        None if plain decoding is faster by what was learned; one in `_LOOK` requests drafts all the
-        same.
+        None if plain decoding is faster by what was learned, for outputs of up to `limit` tokens;
+        one in `_LOOK` requests drafts all the same.
         """
         costs, begin = np.array(self.iterations), {"acceptance": self.acceptance}
         if rows > 1:
@@ -117,14 +121,13 @@ class Costs(NamedTuple):
         if learned is not None:
             weight, look = Auto.weight + learned.examined, learned.requests % _LOOK == 0
             acceptance = (Auto.weight * self.acceptance + learned.accepted) / weight
-            ending = learned.ended / max(learned.tokens, 1)
             begin = dict(acceptance=acceptance, weight=min(weight, _WEIGHT))
-            begin |= dict(ending=ending, look=float(look))
+            begin |= dict(ending=learned.ending, look=float(look))
             # An iteration without a draft costs a little more in a program that may draft than in
             # one that never does.
-            tokens = np.cumsum((acceptance * (1 - ending)) ** np.arange(MAXIMUM + 1))
-            best = np.min(costs / tokens) + self.prefill / _TOKENS
-            if not look and best >= 1 / (1 + _GAIN):
+            tokens = np.cumsum((acceptance * (1 - learned.ending)) ** np.arange(MAXIMUM + 1))
+            best = np.min(costs / tokens) + self.prefill / learned.expected_length(limit)
+            if not look and best >= 1 / (1 + (_GAIN_KNOWN if rows == 1 else _GAIN)):
                 return None
         return _make_policy(tuple(costs.tolist())).with_numbers(**begin)
 
@@ -150,6 +153,15 @@ class Learned(NamedTuple):
     requests: int = 0
     tokens: float = 0.0
     ended: float = 0.0
+
+    @property
+    def ending(self) -> float:
+        """The part of tokens that end a row by themselves; stop strings may leave none of a row."""
+        return min(1.0, self.ended / max(self.tokens, 1))
+
+    def expected_length(self, limit: int) -> float:
+        """Returns the number of tokens to expect in an output of up to `limit`."""
+        return (1 - (1 - self.ending) ** limit) / self.ending if self.ended else limit
 
 
 def autotune(plan: Plan, first: bool = False) -> Plan:
@@ -177,9 +189,11 @@ def autotune(plan: Plan, first: bool = False) -> Plan:
         costs = measure(plan.network, plan.drafter, prefill(*arguments), init)
         save_costs(key, costs)
     by_requests = plan.config.strict_argmax
-    if not costs.pays(rows, by_requests):
+    limit = int(max(plan.limits))
+    if not costs.pays(rows, by_requests, limit):
         return plan.plainly()
-    policy = costs.policy(rows, _learned.get(key, Learned()) if by_requests and not first else None)
+    learned = _learned.get(key, Learned()) if by_requests and not first else None
+    policy = costs.policy(rows, learned, limit)
     if policy is None:
         return dataclasses.replace(plan.plainly(), costs_key=key)
     policy = policy.rows(len(plan.limits))

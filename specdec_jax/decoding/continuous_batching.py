@@ -1,33 +1,33 @@
 """Continuous batching: the place of a finished row in the state is taken by the next input.
 
 The loop is `advance`, which returns as soon as enough rows are done. Their outputs are taken out,
-and rows that were prefilled ahead overwrite them in place. Always the same number of inputs is
-prefilled together, so that one shape compiles. A device runs calls in the order in which they are
-made, so the next inputs are prefilled right behind `advance`: while that runs, the host reads which
-rows are done and places others, and the device is never idle.
+and rows that were prefilled ahead take their places (`batch_rows.py`). A device runs calls in the
+order in which they are made, so the next inputs are prefilled right behind `advance`: while that
+runs, the host reads which rows are done and places others, and the device is never idle.
 
 Rows of one state share the padded length of the encoder's input (for a decoder-only target, of the
 prompt), so the inputs are divided into a few queues by length. Queues, padding and the number of
 inputs prefilled together depend on the job alone, not on what is skipped or how long outputs are: a
 job that resumes after a kill gives every input what it would have got.
+
+With a CPU's own kernels a row that is done costs next to nothing, and no output depends on its
+batch. So rows may as well wait for the last of their batch, unless they wait long. Then outputs
+decide what is prefilled together.
 """
 
 import collections
 import dataclasses
-import functools
 import itertools
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.backends.cpu.packed_weights import can_pack, put_rows
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.backends.sharding import ShardingRules, constrain_sharding, row_multiple
+from specdec_jax.backends.sharding import row_multiple
 from specdec_jax.decoding import autotune
+from specdec_jax.decoding.batch_rows import LEAST, Rows
 from specdec_jax.decoding.checks import UnsupportedCombination, unsupported
 from specdec_jax.decoding.generate import FOREVER, STOP_EVERY, advance, complete, mark_stopped
 from specdec_jax.decoding.generation_config import ConfigOrPath, document_options, split_options
@@ -42,39 +42,17 @@ from specdec_jax.decoding.results import (
     Stats,
     collect,
     describe_output,
-    read_arrays,
-    read_state,
 )
 from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.padding import bucket_length
 from specdec_jax.speculative.randomness import make_key
-from specdec_jax.speculative.state import DecodeState
-from specdec_jax.speculative.strategy import Committed, prefill
+from specdec_jax.speculative.strategy import Committed
 
-# A quarter of a state's inputs is prefilled together and ahead: one alone would cost twice as much.
-_AHEAD = 4
-# The host looks when a quarter of the rows is done: each look costs, and so does each row that
-# waits.
-_PARTS = 4
-# A queue has at least 4 times the inputs of a state, since its last rows decode alone.
-_LEAST = 4
 # Outputs that must come in order are decoded in parts of 64 times the batch size, so that they
 # appear while later parts still run.
 _WINDOW = 64
-
-
-class _Prefilled(NamedTuple):
-    """Rows that were prefilled together, of which some wait for a place.
-
-    Attributes:
-      state: the state of all of them.
-      waiting: for each that waits its row of `state` and its row of the request.
-    """
-
-    state: DecodeState
-    waiting: collections.deque[tuple[int, int]]
 
 
 class Output(NamedTuple):
@@ -113,7 +91,7 @@ def decode_stream(
     *,
     config: ConfigOrPath = None,
     batch_size: int = 8,
-    refill: bool = True,
+    refill: bool | None = None,
     skip: Collection[int] = (),
     learner: Learner | None = None,
     **options: Any,
@@ -126,9 +104,11 @@ def decode_stream(
 
     Args:
       target, inputs: as for `generate`.
-      batch_size: number of inputs that are decoded together.
+      batch_size: number of inputs that are decoded together. Fewer are filled up to it, so that
+        their number compiles nothing new.
       refill: whether finished rows are refilled with the next inputs. False decodes batches of like
-        length, each of which runs until its last row is done.
+        length, each of which runs until its last row is done. None does what is faster: with the
+        CPU kernels, according to how long the rows of a batch have waited for the last one.
       skip: numbers of inputs, from 0, that are left out; keys and shapes of the others stay as
         they are.
       learner: learns from the outputs, and `learner.drafter` drafts (`OnlineDistillation`,
@@ -143,7 +123,7 @@ def decode_stream(
         and another drafter; or a learner above temperature 0 without `verifier="gumbel"`.
     """
     batch_size = arguments.check_integer("batch_size", batch_size, 1)
-    refill = arguments.check_flag("refill", refill)
+    refill = refill if refill is None else arguments.check_flag("refill", refill)
     left_out = arguments.check_list("skip", skip, "numbers of inputs")
     if not all(map(arguments.is_integer, left_out)):
         raise ValueError(f"skip: got {arguments.quote(left_out)}, expected numbers of inputs")
@@ -170,9 +150,12 @@ def decode_stream(
     plan, skipped = autotune.autotune(plan), frozenset(map(int, left_out))
     if learner is not None:  # what it has accepted tells nothing of the drafter that it began with
         plan = dataclasses.replace(plan, costs_key=None)
-    refill &= plan.config.strategy.commits_tokens
-    decode = _decode_queues if refill else _decode_batches
-    outputs = decode(target, plan, batch_size, skipped, learner)
+    whole = refill is False or config.deadline is not None
+    if whole or not plan.config.strategy.commits_tokens:
+        outputs = _decode_batches(target, plan, batch_size, skipped, learner)
+    else:
+        waits = refill is None and learner is None and may_wait(plan)
+        outputs = _decode_queues(target, plan, batch_size, skipped, learner, waits)
     if learner is not None:
         outputs = teach(outputs, plan, learner)
     return outputs if config.non_finite == "report" else _check_outputs(outputs)
@@ -187,7 +170,7 @@ def decode_all(
     batch_size: int,
     seed: int,
     first: int = 0,
-    refill: bool = True,
+    refill: bool | None = None,
     learner: Learner | None = None,
     **options: Any,
 ) -> Iterator[Output]:
@@ -229,7 +212,7 @@ def decode_all(
             window,
             config=dataclasses.replace(config, **languages),
             batch_size=rows,
-            refill=refill and should_refill(rows, len(window), config.deadline),
+            refill=refill if may_refill(rows, len(window), config.deadline) else False,
             learner=learner,
             **data._replace(key=keys)._asdict(),
         )
@@ -251,9 +234,15 @@ def choose_batch_size(target: LanguageModel, batch_size: int, inputs: int) -> in
     return min(batch_size, -(-inputs // parts) * parts)
 
 
-def should_refill(batch_size: int, inputs: int, deadline: float | None) -> bool:
-    """Returns whether to refill rows: one alone waits for none, a deadline belongs to a batch."""
+def may_refill(batch_size: int, inputs: int, deadline: float | None) -> bool:
+    """Returns whether rows can be refilled: one alone waits for none, a deadline is a batch's."""
     return 1 < batch_size < inputs and deadline is None
+
+
+def may_wait(plan: Plan) -> bool:
+    """Returns whether rows that are done cost little, so that they may wait for others."""
+    learns = plan.drafter is not None and plan.drafter.remembers
+    return plan.network.skips_padding and plan.network.rules is None and not learns
 
 
 def _yield_in_order(outputs: Iterable[tuple[int, tuple[Output, ...]]]) -> Iterator[Output]:
@@ -299,13 +288,13 @@ def _decode_batches(
 def make_queues(lengths: Sequence[int], size: int) -> list[tuple[int, list[int]]]:
     """Returns the padded length and the inputs of every queue, the longest inputs first.
 
-    If fewer than `_LEAST` times `size` inputs have a padded length, the next shorter ones join
+    If fewer than `LEAST` times `size` inputs have a padded length, the next shorter ones join
     them. The last rows, which decode alone, are short.
     """
     queues: list[tuple[int, list[int]]] = []
-    for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    for number in _sort_by_length(lengths):
         width = bucket_length(int(lengths[number]))
-        if not queues or width < queues[-1][0] and len(queues[-1][1]) >= _LEAST * size:
+        if not queues or width < queues[-1][0] and len(queues[-1][1]) >= LEAST * size:
             queues.append((width, []))
         queues[-1][1].append(number)
     if len(queues) > 1 and len(queues[-1][1]) < size:
@@ -313,195 +302,76 @@ def make_queues(lengths: Sequence[int], size: int) -> list[tuple[int, list[int]]
     return queues
 
 
+def make_batches(lengths: Sequence[int], size: int) -> list[tuple[int, list[int]]]:
+    """Returns the padded length and the inputs of every queue whose rows wait, longest first.
+
+    They are decoded in batches, of which all but the last one are full.
+    """
+    queues: list[tuple[int, list[int]]] = []
+    order = _sort_by_length(lengths)
+    for first in range(0, len(order), size):
+        width = bucket_length(int(lengths[order[first]]))
+        if not queues or width < queues[-1][0]:
+            queues.append((width, []))
+        queues[-1][1].extend(order[first : first + size])
+    return queues
+
+
+def _sort_by_length(lengths: Sequence[int]) -> list[int]:
+    """Returns the numbers of inputs, the longest first."""
+    return sorted(range(len(lengths)), key=lambda number: -lengths[number])
+
+
 @isolated
 def _decode_queues(
-    target: LanguageModel, plan: Plan, size: int, skip: frozenset[int], learner: Learner | None
-) -> Iterator[tuple[int, tuple[Output, ...]]]:
-    for width, numbers in make_queues(plan.input_lengths.tolist(), size):
-        numbers = [number for number in numbers if number not in skip]
-        if numbers:
-            yield from _decode_queue(target, plan, size, width, numbers, learner)
-
-
-def _decode_queue(
     target: LanguageModel,
     plan: Plan,
     size: int,
-    width: int,
-    numbers: list[int],
+    skip: frozenset[int],
     learner: Learner | None,
+    waits: bool,
 ) -> Iterator[tuple[int, tuple[Output, ...]]]:
-    """Yields the outputs of inputs, padded to `width`, from one state of `size` inputs."""
-    rules, samples, request = plan.network.rules, plan.samples, plan.request()
-    total, multiple = size * samples, row_multiple(rules)
-    part = max(1, total // _PARTS)
-    ahead = min(size, -(-max(2, size // _AHEAD) // multiple) * multiple)
-    shared, unfed = _inspect_leaves(plan, size, width) if total > 1 else ((), False)
+    """Yields the outputs of inputs; `waits`: rows of a queue wait, until they have waited long."""
+    divide, caches = make_batches if waits else make_queues, ()
+    for width, numbers in divide(plan.input_lengths.tolist(), size):
+        if numbers := [number for number in numbers if number not in skip]:
+            rows = Rows(plan, size, width, numbers, waits, caches)
+            yield from _decode_rows(target, rows, learner)
+            caches = rows.take_caches()
+
+
+def _decode_rows(
+    target: LanguageModel, rows: Rows, learner: Learner | None
+) -> Iterator[tuple[int, tuple[Output, ...]]]:
+    """Yields the outputs of the inputs of one queue."""
+    plan = rows.plan
+    samples, request = plan.samples, plan.request()
     every = np.int32(STOP_EVERY if plan.stop else FOREVER)
-    queue, state = collections.deque(numbers), None
-    ready: collections.deque[_Prefilled] = collections.deque()
-    # The request's row in each row of the state, or −1.
-    owners, starts = np.full(total, -1), np.ones(total, np.int32)
     finished: tuple[np.ndarray, Committed] | None = None
     gathered: dict[int, dict[int, Output]] = collections.defaultdict(dict)
 
-    def deliver(rows: np.ndarray, committed: Committed) -> Iterator:
-        result = collect(target, committed, request.take(rows))
+    def deliver(owners: np.ndarray, committed: Committed) -> Iterator:
+        result = collect(target, committed, request.take(owners))
         autotune.record(request, result)
-        for row, output in zip(rows.tolist(), _collect_outputs(result), strict=True):
-            number, sample = divmod(row, samples)
+        for owner, output in zip(owners.tolist(), _collect_outputs(result), strict=True):
+            number, sample = divmod(owner, samples)
             gathered[number][sample] = output
             if len(gathered[number]) == samples:
                 yield number, tuple(output for _, output in sorted(gathered.pop(number).items()))
 
-    def prefill_next() -> None:
-        chosen = [queue.popleft() if queue else -1 for _ in range(ahead)]
-        rows = (np.array(chosen)[:, None] * samples + np.arange(samples)).reshape(-1)
-        waiting = collections.deque(pair for pair in enumerate(rows.tolist()) if pair[1] >= 0)
-        ready.append(_Prefilled(_start_rows(plan, chosen, width, unfed), waiting))
-
-    while queue or ready or np.any(owners >= 0):
-        plan = update_drafter(target, plan, learner)
-        while (queue or ready) and np.any(owners < 0):
-            if not ready:
-                prefill_next()
-            fresh, waiting = ready[0]
-            if state is None and total > 1:
-                layers = _empty_layers(plan, size, width) if unfed else ()
-                state = _make_done_rows(fresh, layers, total, shared, rules)
-            free = np.flatnonzero(owners < 0)[: len(waiting)]
-            sources, rows = np.array([waiting.popleft() for _ in free]).T
-            owners[free], starts[free] = rows, request.prefix_lengths[rows]
-            if not waiting:
-                ready.popleft()
-            if total == 1:
-                state = fresh
-                continue
-            moves = np.zeros((2, ahead * samples), np.int32)  # always of one shape, which compiles
-            moves[:, : len(free)] = sources, free
-            state = _place_rows(state, fresh, *moves, np.int32(len(free)), shared, rules)
-        # `generate` looks for stop strings every `STOP_EVERY` iterations of a row. For the same
-        # statistics, rows must begin at such a moment.
-        most = part if (queue or ready) and not plan.stop else total
-        state = advance(plan.network, plan.drafter, state, every, np.int32(most))
+    while rows.left or rows.busy:
+        plan = rows.plan = update_drafter(target, plan, learner)
+        state = advance(plan.network, plan.drafter, rows.fill(), every, rows.most)
         # Not with a learner: the next rows are to begin with what it learns from these.
-        if queue and learner is None and sum(len(one.waiting) for one in ready) < part:
-            prefill_next()
+        if learner is None:
+            rows.prefill_ahead()
         if finished is not None:
             yield from deliver(*finished)  # while the device is busy
         if plan.stop:
-            state = mark_stopped(target, state, starts, plan.stop)
-        over = np.flatnonzero(read_arrays(state.done) & (owners >= 0))
-        finished = (owners[over], read_state(state, over)) if len(over) else None
-        owners[over] = -1
+            state = mark_stopped(target, state, rows.starts, plan.stop)
+        finished = rows.take_done(state)
     if finished is not None:
         yield from deliver(*finished)
-
-
-def _inspect_leaves(plan: Plan, size: int, width: int) -> tuple[tuple[bool, ...], bool]:
-    """Returns which leaves of `_start_rows` all rows share, and whether it leaves out caches.
-
-    Shared are tables over positions or ids. The target's caches of self-attention are left out
-    where it has been fed nothing by then, and its cache can be `with_layers` of another: to make
-    empty ones and to copy them for every input would take a sixth of a job's time.
-    """
-    whole = plan.arguments([-1] * size, width)
-    unfed = whole[-1].tokens.shape[1] == 1
-    unfed &= hasattr(prefill.eval_shape(*whole).target_cache, "with_layers")
-    start = _prefill_unfed if unfed else prefill
-    counts = [count * row_multiple(plan.network.rules) for count in (2, 3)]
-    two, three = (
-        jax.tree.leaves(start.eval_shape(*plan.arguments([-1] * count, width))) for count in counts
-    )
-    return tuple(a.shape == b.shape for a, b in zip(two, three, strict=True)), unfed
-
-
-def _start_rows(plan: Plan, numbers: list[int], width: int, unfed: bool) -> DecodeState:
-    """Prefills inputs; `unfed`: without the target's caches of self-attention."""
-    return (_prefill_unfed if unfed else prefill)(*plan.arguments(numbers, width))
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _prefill_unfed(*arguments: Any) -> DecodeState:
-    return _replace_layers(arguments[2].strategy.prefill(*arguments), ())
-
-
-def _replace_layers(state: DecodeState, layers: tuple[Any, ...]) -> DecodeState:
-    return dataclasses.replace(state, target_cache=state.target_cache.with_layers(layers))
-
-
-def _empty_layers(plan: Plan, size: int, width: int) -> tuple[Any, ...]:
-    """Makes the target's caches of self-attention for `size` inputs."""
-    shapes = prefill.eval_shape(*plan.arguments([-1] * size, width)).target_cache.layers
-    return jax.tree.map(lambda layer: jnp.zeros(layer.shape, layer.dtype), shapes)
-
-
-@functools.partial(jax.jit, static_argnames=("total", "shared", "rules"), donate_argnames="layers")
-def _make_done_rows(
-    fresh: DecodeState,
-    layers: tuple[Any, ...],
-    total: int,
-    shared: tuple[bool, ...],
-    rules: ShardingRules | None,
-) -> DecodeState:
-    """Returns a state of `total` rows that are done, in all else like the rows of `fresh`.
-
-    `layers`: what `fresh` lacks.
-    """
-    leaves, structure = jax.tree.flatten(fresh)
-    copied = np.arange(total) % len(fresh.done)
-    state = structure.unflatten(
-        leaf if same else leaf[copied] for leaf, same in zip(leaves, shared)
-    )
-    state = dataclasses.replace(state, done=jnp.ones(total, bool))
-    return constrain_sharding(_replace_layers(state, layers) if layers else state, rules)
-
-
-@functools.partial(jax.jit, static_argnames=("shared", "rules"), donate_argnames="state")
-def _place_rows(
-    state: DecodeState,
-    fresh: DecodeState,
-    sources: np.ndarray,
-    targets: np.ndarray,
-    count: np.int32,
-    shared: tuple[bool, ...],
-    rules: ShardingRules | None,
-) -> DecodeState:
-    """Returns `state` with the first `count` of the rows `sources` of `fresh` put at `targets`.
-
-    They are written in place, one row after the other: XLA's scatter on a CPU copies number by
-    number. Caches that `fresh` lacks keep what they have of earlier rows, which no reader sees: it
-    lies past the new row's length.
-    """
-    new, structure = jax.tree.flatten(fresh)
-    unfed = structure != jax.tree.structure(state)
-    layers = state.target_cache.layers if unfed else ()
-    old = jax.tree.leaves(_replace_layers(state, ()) if unfed else state)
-    own = [index for index, same in enumerate(shared) if not same]
-    wide = [index for index in own if rules is None and _is_cache(old[index])]
-    for index in wide:
-        old[index] = put_rows(old[index], new[index], sources, targets, count)
-    own = [index for index in own if index not in wide]
-
-    def put(number: jax.Array, rows: list[jax.Array]) -> list[jax.Array]:
-        take = functools.partial(
-            jax.lax.dynamic_index_in_dim, index=sources[number], keepdims=False
-        )
-        return [
-            jax.lax.dynamic_update_index_in_dim(row, take(new[index]), targets[number], 0)
-            for row, index in zip(rows, own)
-        ]
-
-    placed = jax.lax.fori_loop(0, count, put, [old[index] for index in own])
-    for index, rows in zip(own, placed):
-        old[index] = rows
-    whole = structure.unflatten(old)
-    return constrain_sharding(_replace_layers(whole, layers) if unfed else whole, rules)
-
-
-def _is_cache(rows: jax.Array) -> bool:
-    """Returns whether the CPU's own kernels copy rows of an array: those of caches are large."""
-    return rows.ndim > 2 and rows.dtype == np.float32 and can_pack(rows.dtype)
 
 
 def _collect_outputs(result: GenerationResult) -> list[Output]:

@@ -39,8 +39,9 @@ from specdec_jax.speculative.state import DecodeState
 from specdec_jax.speculative.strategy import AnyConfig, Committed
 
 FOREVER = np.int32(2**31 - 1)
-# Number of iterations after which the host looks for stop strings.
-STOP_EVERY = 8
+# Number of iterations after which the host looks for stop strings: a look costs about a tenth of an
+# iteration, and a row that has met one waits for the next look.
+STOP_EVERY = 4
 
 State = TypeVar("State", DecodeState, BeamState)
 

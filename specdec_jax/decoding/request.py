@@ -189,13 +189,17 @@ class Plan:
         return keys if rules is None else rules.put(keys)
 
     def plainly(self) -> "Plan":
-        """Returns the plan for plain decoding, without a drafter."""
+        """Returns the plan for plain decoding, without a drafter.
+
+        A coupled verifier stays: what it draws is then the same with a draft and without.
+        """
+        assert isinstance(self.config, StaticConfig), "a beam search has no automatic γ"
+        mode, size, own = self.config.mode, self.config.vocab_size, self.config.verifier
+        static = StaticConfig(0, mode, size, strategy=choose_strategy(None))
         return dataclasses.replace(
             self,
             drafter=None,
-            config=StaticConfig(
-                0, self.config.mode, self.config.vocab_size, strategy=choose_strategy(None)
-            ),
+            config=static._replace(verifier=own) if own.coupled else static,
             slots=self.slots - self.config.gamma,
             gammas=np.zeros_like(self.gammas),
             settings=None,

@@ -108,8 +108,8 @@ class GenerationResult(NamedTuple):
         sampled (processors, temperature and filters applied), then 0; −inf for a token that this
         distribution excludes and a lossy verifier accepted.
       finish_reasons: for each row "eos", "length" (`max_new_tokens`), "stop" (a stop string),
-        "deadline", or "empty" (nothing to decode); of a beam search also "none" (fewer hypotheses
-        have finished); "error" (no output: see `errors`).
+        "deadline", "unfinished" (of `finish` before the end), or "empty" (nothing to decode); of a
+        beam search also "none" (fewer hypotheses have finished); "error" (no output: see `errors`).
       scores: of a beam search `[B]` float32, by which its hypotheses are ordered; else None.
       errors: for each row what was wrong with its logits, or None. Not None only if
         `non_finite="report"`.
@@ -273,7 +273,9 @@ def _finish_reasons(
             return "empty"
         if lengths[row] and tokens[row, lengths[row] - 1] in request.eos_ids:
             return "eos"
-        return "length" if lengths[row] >= request.limits[row] else "deadline"
+        if lengths[row] >= request.limits[row]:
+            return "length"
+        return "unfinished" if request.deadline is None else "deadline"
 
     return [reason(row) for row in range(len(done))]
 

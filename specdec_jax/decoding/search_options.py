@@ -68,7 +68,7 @@ class BeamOptions:
         if self.early_stopping and t5x:
             raise UnsupportedCombination(
                 f"early_stopping: got {self.early_stopping!r} with beam_style 't5x', "
-                "which has a rule of its own, expected False"
+                "which has a rule of its own, expected False, or beam_style 'huggingface'"
             )
 
     @property
@@ -127,7 +127,8 @@ def check_beam_options(num_beams: int | None = None, **others: Any) -> BeamOptio
     for field in dataclasses.fields(BeamOptions)[1:]:
         if not arguments.is_default(others.get(field.name), field.default):
             got = arguments.quote(others[field.name])
-            expected = repr(field.default)
+            samples = field.name == "num_return_sequences"
+            expected = repr(field.default) + " (of samples: num_samples)" * samples
             raise UnsupportedCombination(
                 f"{field.name}: got {got} without num_beams, expected {expected}"
             )

@@ -232,6 +232,14 @@ class Decoder:
         rows = max(np.size(given.get(name, 0)) for name in _PER_CALL)
         _split_sampling(self.sampling, given, rows, self.config.vocab_size)
         _count_new_tokens(given, jnp.zeros(1, jnp.int32), 1)
+        self._rescales(given)
+        end_ids(given.get("eos_id", ()), 1)
+        _make_keys(given.get("decode_rng"), 1)
+
+    def _rescales(self, given: Mapping[str, Any]) -> bool:
+        value = given.get("rescale_log_probs")
+        value = self.rescale_log_probs if value is None else value
+        return arguments.check_flag("rescale_log_probs", value)
 
     def _settings(self, batch: int) -> dict[str, np.ndarray] | None:
         return verifier_settings(
@@ -316,9 +324,7 @@ class Decoder:
         columns = jnp.arange(1, length + 1)
         decoded = jnp.where(columns < state.lengths[:, None], state.tokens[:, 1 : length + 1], 0)
         log_probs = state.log_probs
-        rescale = given.get("rescale_log_probs")
-        rescale = self.rescale_log_probs if rescale is None else rescale
-        if arguments.check_flag("rescale_log_probs", rescale):
+        if self._rescales(given):
             adjusted = state.adjusted_log_probs  # None where every token is the argmax
             log_probs = jnp.zeros_like(log_probs) if adjusted is None else adjusted
         counts, sound = state.counts, jnp.all(jnp.isfinite(state.log_probs), axis=1)

@@ -87,6 +87,7 @@ class BeamDecoder:
         """Raises ValueError for `decoder_params` that `decode` rejects, whatever its arrays are."""
         check_names(given, _KNOWN, None)
         self._checked(given, 1, given.get("max_decode_len") or 1)
+        _end_id(given.get("eos_id", 0), 1)
 
     @isolated
     def decode(
@@ -126,19 +127,14 @@ class BeamDecoder:
         inputs, prompts = check_rows(inputs, prompts)
         beams, penalty, length = self._checked(given, num_decodes, prompts.shape[1])
         batch, vocab = len(prompts), self.config.vocab_size
-        eos_ids = end_ids(given.get("eos_id", eos_id), batch)
-        if eos_ids.shape[1] != 1:
-            raise ValueError(f"eos_id: got {eos_ids.shape[1]} ids, expected one")
+        eos_ids = _end_id(given.get("eos_id", eos_id), batch)
         drafter = self.drafter if self.gamma else None
         sampling = SamplingConfig()
         beams.check_ids(1, vocab)
         config = beams.config(
             1, sampling.mode, vocab, self.gamma if drafter is not None else 0, drafter
         )
-        most = given.get("max_decode_step", -1)
-        if not is_traced(most):
-            arguments.check_numbers("max_decode_step", most, "an integer", whole=True)
-        most = jnp.asarray(most, jnp.int32)
+        most = jnp.asarray(given.get("max_decode_step", -1), jnp.int32)
         most = jnp.where(most > 0, jnp.minimum(most, length), length)
         tokens, prefix_lengths = jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32)
         if prompted:
@@ -174,7 +170,18 @@ class BeamDecoder:
         if is_traced(least) or least > _LEAST_LOG_PROB:
             # T5X ends all rows by the best of them, so that each would depend on the others.
             raise ValueError(f"min_log_prob: got {least}, expected none")
+        most = given.get("max_decode_step", -1)
+        if not is_traced(most):
+            arguments.check_numbers("max_decode_step", most, "an integer", whole=True)
         return BeamOptions(num_decodes, beam_width=self.beam_width), penalty, length
+
+
+def _end_id(eos_id: Any, batch: int) -> jax.Array:
+    """Returns `[B, 1]` int32: the id that ends a hypothesis."""
+    ids = end_ids(eos_id, batch)
+    if ids.shape[1] != 1:
+        raise ValueError(f"eos_id: got {ids.shape[1]} ids, expected one")
+    return ids
 
 
 def _make_prefixes(prompts: jax.Array, length: int, most: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -28,6 +28,7 @@ from specdec_jax.backends.backend import Backend
 from specdec_jax.backends.tree_positions import AnyNodes
 from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models.config_validation import FieldError
+from specdec_jax.models.layers import undrawn_parameters
 
 # The places of a sequence whose logits are wanted, None for all, and these logits.
 Places = Int[Array, "B N"] | None
@@ -134,7 +135,8 @@ class ModelConfig:
         """
         module = self.module()
         # All in one function, so that nothing compiles.
-        made = jax.eval_shape(lambda: module.init(jax.random.key(0), *module.dummy_inputs()))
+        with undrawn_parameters():
+            made = jax.eval_shape(lambda: module.init(jax.random.key(0), *module.dummy_inputs()))
         flat = flax.traverse_util.flatten_dict(made["params"], sep="/")
         return {name: leaf.shape for name, leaf in flat.items()}
 

@@ -1,15 +1,19 @@
-"""Digests of all weights of a model, computed with one array at a time on the host."""
+"""Digests of all weights of a model, computed with two arrays at a time on the host."""
 
+import concurrent.futures
 import functools
 import hashlib
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.backends.sharding import ShardingRules, constrain_sharding
 from specdec_jax.models import weight_layouts
 
+_TOGETHER = 2  # weights that are digested at a time
 _BLOCK = 1 << 20  # numbers that are rounded and hashed at a time
 
 
@@ -27,19 +31,29 @@ def digest_rounded(params: dict, rules: ShardingRules | None) -> str:
 
 def digest_exact(params: dict, rules: ShardingRules | None, dtype: np.dtype | None = None) -> str:
     """Returns the digest of the weights in `dtype`; None: exactly as a model computes with them."""
-    if shared := rules is None and jax.default_backend() == "cpu":
+    if rules is None and jax.default_backend() == "cpu":
         # Nothing is copied, and NumPy unpacks the weights: no program is made for any shape.
-        params = jax.tree.map(np.asarray, params)
-    found = {}
-    for path, array in weight_layouts.parameters(params):
-        host = np.asarray(array if shared else _replicate(array, rules))
-        one = hashlib.sha256(f"{host.shape} {dtype or host.dtype}".encode())
-        flat = host.reshape(-1)
-        for start in range(0, flat.size, _BLOCK):  # so that no second array of its size is made
-            block = flat[start : start + _BLOCK].astype(dtype or host.dtype, copy=False)
-            one.update(block.view(np.uint8).data)
-        found["/".join(path)] = one.hexdigest()
+        weights = weight_layouts.stored_parameters(jax.tree.map(np.asarray, params))
+    else:
+        arrays = weight_layouts.parameters(params)
+        weights = ((path, np.asarray(_replicate(array, rules))) for path, array in arrays)
+    found: dict[str, str] = {}
+    with concurrent.futures.ThreadPoolExecutor(_TOGETHER) as pool:
+        while some := dict(itertools.islice(weights, _TOGETHER)):
+            digests = pool.map(functools.partial(_digest, dtype=dtype), some.values())
+            found |= zip(map("/".join, some), digests)
+            del some, digests  # before the next two are made
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
+
+
+def _digest(weight: np.ndarray | Int8Weight, dtype: np.dtype | None) -> str:
+    array = np.asarray(weight_layouts.to_matrix(weight))
+    one = hashlib.sha256(f"{array.shape} {dtype or array.dtype}".encode())
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, _BLOCK):  # so that no second array of its size is made
+        block = flat[start : start + _BLOCK].astype(dtype or array.dtype, copy=False)
+        one.update(block.view(np.uint8).data)
+    return one.hexdigest()
 
 
 @functools.partial(jax.jit, static_argnames="rules")

@@ -4,8 +4,10 @@
 of axes are in `backends/axes.py`.
 """
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -19,8 +21,33 @@ from specdec_jax.backends.cpu.packed_weights import Before, PackedWeight
 from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.backends.matmul import product, rounded_product
 
-fan_in_normal = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
-_fan_in_truncated = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+_draws = contextvars.ContextVar("draws", default=True)
+
+
+@contextlib.contextmanager
+def undrawn_parameters() -> Iterator[None]:
+    """Makes initializers that are `drawn` return zeros: for shapes alone, draws take long to trace.
+
+    Only for what is not compiled, or a program would keep the zeros.
+    """
+    token = _draws.set(False)
+    try:
+        yield
+    finally:
+        _draws.reset(token)
+
+
+def drawn(initializer: Callable) -> Callable:
+    """Returns an initializer that draws as this one does, but under `undrawn_parameters`."""
+
+    def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+        return initializer(key, shape, dtype) if _draws.get() else jnp.zeros(shape, dtype)
+
+    return draw
+
+
+fan_in_normal = drawn(nn.initializers.variance_scaling(1.0, "fan_in", "normal"))
+_fan_in_truncated = drawn(nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal"))
 
 
 class Embedder(nn.Module):
@@ -45,7 +72,7 @@ class Embedder(nn.Module):
 
     def setup(self):
         shape = (self.rows, self.features)
-        init = nn.initializers.normal(self.deviation)
+        init = drawn(nn.initializers.normal(self.deviation))
         stored = self.get_variable("params", "embedding")
         # `self.param` would reject the shape of a packed one.
         is_packed = isinstance(stored, PackedWeight)

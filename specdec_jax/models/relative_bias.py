@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from specdec_jax.backends.axes import PerRow
 from specdec_jax.backends.kv_cache import MAX_UNROLLED_ROWS, TILE, pad
 from specdec_jax.backends.tree_positions import AnyNodes
+from specdec_jax.models.layers import drawn
 
 SHIFTS = 8  # query positions whose bias one slice of shifted rows gives
 
@@ -24,7 +25,7 @@ class RelativePositionBias(nn.Module):
     bidirectional: bool
 
     def setup(self):
-        init = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
+        init = drawn(nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"))
         self.rel_embedding = self.param("rel_embedding", init, (self.heads, self.num_buckets))
 
     def __call__(self, queries: int, keys: int) -> Float32[Array, "{queries} H {keys}"]:

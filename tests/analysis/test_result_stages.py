@@ -2,6 +2,7 @@
 
 import gzip
 import importlib.util
+import subprocess
 import sys
 
 import numpy as np
@@ -22,9 +23,11 @@ from tools.results import (
     elsewhere,
     encoders,
     large,
+    limits,
     loading,
     rounding_stages,
     shapes,
+    starting,
     templates,
     whole_files,
 )
@@ -156,7 +159,12 @@ def test_cells():
     row = {"ms": {"ours": 12.34, "a peer": 20.0}, "over_best": {**GAIN, "median": 0.62}}
     text = "ours 12.3 ms, 0.62 (2.00 to 3.00) of the best other; a peer 20.0 ms"
     assert encoders.format_encoders(row) == text
-    assert encoders.format_encoders({"ms": {"ours": 12.34}}) == "ours 12.3 ms"
+    alone = {"ms": {"ours": 12.34}, "temporary_mb": 50.6}
+    assert encoders.format_encoders(alone) == "ours 12.3 ms and 51 MB"
+    share = {"ms": 22.3, "rate": 124.4, "calculates": True, "share": GAIN}
+    text = "22.30 ms, 124 thousand million operations a second, 2.50 of {} (2.00 to 3.00)"
+    assert limits.format_limit(share) == text.format("NumPy's")
+    assert limits.format_limit(share | {"of": "the products'"}) == text.format("the products'")
     counts = {"differing": 0, "outputs": 1200, "scores_that_differ": 3, "scores": 4000}
     text = "0 of 1,200 outputs, 3 of 4,000 log-probabilities"
     assert whole_files.format_bits(counts) == text
@@ -184,6 +192,49 @@ def test_a_run_takes_an_hour_and_a_quick_one_minutes():
     assert sum(stage.minutes[1] or 0 for stage in STAGES.values()) <= 10
     assert sum(stage.minutes[0] for stage in STAGES.values() if not stage.once) <= 60
     assert all(stage.once for stage in STAGES.values() if not stage.timed)
+
+
+def test_processes_are_timed_beside_the_first():
+    commands = {
+        name: [sys.executable, "-S", "-c", f"import time; time.sleep({seconds})"]
+        for name, seconds in (("short", 0), ("long", 0.5))
+    }
+    rows = starting.time_commands(commands, 2)
+    assert rows["long"]["seconds"]["least"] > 0.5 and rows["short"]["beyond"]["most"] == 0
+    assert 0.3 < rows["long"]["beyond"]["median"] < rows["long"]["seconds"]["most"]
+    assert starting.format_start({"seconds": GAIN, "beyond": dict.fromkeys(GAIN, 0.0)}) == (
+        "2.50 s (2.00 to 3.00)"
+    )
+    assert starting.format_start({"seconds": GAIN, "beyond": GAIN}).endswith(
+        ", 2.50 beyond the first"
+    )
+    with pytest.raises(subprocess.CalledProcessError):
+        starting.time_commands({"fails": [sys.executable, "-c", "raise SystemExit(1)"]}, 1)
+
+
+def test_operations_of_a_file_are_those_of_each_input_and_each_new_token():
+    config = tiny_t5(0).config
+    one = limits.count_file(config, 1000, [[5, 6, 1]], [[7, 8, 9, 1]])
+    assert one == limits.count_encoder(config, 3) + keys_and_values(config, 3) + 4 * 2000
+    assert limits.count_file(config, 1000, [[5, 6, 1]] * 2, [[7, 1], [8, 1]]) == 2 * one - 4 * 2000
+
+
+def keys_and_values(config, length):
+    weights = 2 * config.emb_dim * config.num_heads * config.head_dim
+    return config.num_decoder_layers * 2 * length * weights
+
+
+@pytest.mark.slow
+def test_automatic_gamma_takes_its_turn_where_rows_are_together(monkeypatch):
+    target, drafter = tiny_t5(0), ModelDrafter(tiny_t5(1))
+    monkeypatch.setattr(whole_files, "load_target", lambda form: target)
+    monkeypatch.setattr(whole_files, "make_bundled", lambda: drafter)
+    monkeypatch.setattr(whole_files, "encode", lambda *_: [[5, 9, 7, 1], [6, 4, 1]] * 20)
+    found = whole_files.measure_auto(Settings(None, quick=True))
+    assert list(found) == [f"sentences {f} {n}" for f in ("float32", "int8") for n in (8, 32)]
+    for rows in found.values():
+        assert list(rows) == ["plain", "γ = 2", "γ = 4", '`gamma="auto"`']
+        assert {row["differing"] for row in rows.values()} == {0}
 
 
 @pytest.mark.slow

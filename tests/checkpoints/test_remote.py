@@ -13,7 +13,7 @@ import stores
 from stores import FailingStore, list_urls, upload
 
 import specdec_jax as sd
-from specdec_jax.checkpoints import loader, safetensors_files, stored_tensor, weights
+from specdec_jax.checkpoints import int8, loader, safetensors_files, stored_tensor, weights
 from specdec_jax.files.places import make_path
 from specdec_jax.models.parameters import flatten
 from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary
@@ -173,7 +173,7 @@ def test_an_outline_of_a_remote_file_is_checked_like_a_local_one(tmp_path):
 
 def tensors_of(load, count=4):
     one = stored_tensor.StoredTensor.from_function((8,), load, "float32")
-    return [(f"t{i}", dataclasses.replace(one, is_remote=True)) for i in range(count)]
+    return [(f"t{i}", dataclasses.replace(one, reads_ahead=True)) for i in range(count)]
 
 
 def test_small_tensors_of_a_store_are_read_together():
@@ -202,6 +202,27 @@ def test_large_tensors_are_read_one_after_the_other(monkeypatch):
     for _, tensor in weights._read_ahead(tensors_of(load), "float32", None):
         assert tensor.load("float32").sum() == 8
     assert most == [1] * 4
+
+
+def test_integers_and_scales_are_read_ahead_too():
+    read = []
+
+    def part(shape, dtype):
+        def make(kind):
+            read.append(np.dtype(kind).name)
+            return np.ones(shape, kind)
+
+        return stored_tensor.StoredTensor.from_function(shape, make, dtype)
+
+    values = dataclasses.replace(part((4, 8), "int8"), reads_ahead=True)
+    weight = int8.multiply_parts(values, part((1, 8), "float32"))
+    ((name, held),) = weights._read_ahead([("decoder/kernel", weight)], "float32", "stored")
+    assert name == "decoder/kernel" and read == ["int8", "float32"]
+    got = weights._read_int8(name, held, 16)
+    assert read == ["int8", "float32"], "nothing is read again"
+    assert got.values.dtype == np.int8 and got.scales.tolist() == [1.0] * 8
+    ((_, wide),) = weights._read_ahead([("decoder/kernel", weight)], "float32", None)
+    assert wide.parts is None and wide.load("float32").tolist() == np.ones((4, 8)).tolist()
 
 
 def test_an_error_of_a_tensor_that_is_read_ahead_ends_the_reading():

@@ -488,7 +488,7 @@ def test_outputs_come_as_soon_as_those_before_them_are_there(monkeypatch):
     finished = []
 
     def decode_stream(target, inputs, **options):
-        assert options["refill"] and options["batch_size"] == 2
+        assert options["refill"] is None and options["batch_size"] == 2
         for number in (1, 3, 0, 2, 4):
             finished.append(number)
             yield number, (types.SimpleNamespace(text=inputs[number], error=None),)
@@ -502,10 +502,10 @@ def test_outputs_come_as_soon_as_those_before_them_are_there(monkeypatch):
     assert outputs == [("a", 3), ("b", 3), ("c", 4), ("d", 4), ("e", 5)]
 
 
-def test_rows_are_refilled_where_there_are_rows_to_refill():
-    assert continuous_batching.should_refill(2, 3, None)
+def test_rows_may_be_refilled_where_there_are_rows_to_refill():
+    assert continuous_batching.may_refill(2, 3, None)
     assert (
-        not continuous_batching.should_refill(1, 3, None)
-        and not continuous_batching.should_refill(3, 3, None)
-        and not continuous_batching.should_refill(2, 3, 5.0)
+        not continuous_batching.may_refill(1, 3, None)
+        and not continuous_batching.may_refill(3, 3, None)
+        and not continuous_batching.may_refill(2, 3, 5.0)
     )

@@ -256,6 +256,19 @@ def test_where_drafting_never_pays_nothing_drafts(models, measured, options):
     np.testing.assert_array_equal(result.tokens, decode(models, drafter=None).tokens)
 
 
+def test_coupled_noise_draws_the_same_tokens_where_nothing_drafts(models, measured):
+    measured.gives = DEAR
+    sampled = dict(
+        sampling=sd.SamplingConfig(temperature=1.0), verifier="gumbel", key=jax.random.key(3)
+    )
+    found = decode(models, **sampled)
+    assert found.stats.drafted == 0
+    expected = decode(models, gamma=2, **sampled)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    others = decode(models, **sampled | {"verifier": "block"})
+    assert (others.tokens != expected.tokens).any()
+
+
 def test_whether_it_pays():
     assert CHEAP.pays(1) and CHEAP.pays(8) and not DEAR.pays(1) and not DEAR.pays(8)
     assert not CHEAP._replace(prefill=100.0).pays(1), "a drafter's encoder counts"
@@ -394,6 +407,23 @@ def test_where_earlier_requests_failed_one_now_and_then_drafts():
     assert [number for number, drafts in enumerate(drafting) if drafts] == [0, 16, 32]
     assert all(CHEAP.policy(1, fine._replace(requests=number)) is not None for number in range(48))
     assert CHEAP.policy(1) is not None and CHEAP.policy(1, autotune.Learned()) is not None
+
+
+def test_the_length_of_outputs_decides_whether_a_drafter_pays_for_its_encoder():
+    dear = CHEAP._replace(prefill=4.0)
+    learned = autotune.Learned(60, 20, 1)
+    drafts = [dear.policy(1, learned, limit) is not None for limit in (4, 16, 64, 256)]
+    assert drafts == sorted(drafts) and not drafts[0] and drafts[-1]
+    dearer = CHEAP._replace(prefill=40.0)
+    assert dearer.pays(1, True, 256) and not dearer.pays(1, True, 16)
+    assert not dearer.pays(1, False, 256), "nothing is learned of the outputs' lengths"
+    assert learned.expected_length(64) == 64
+    short = learned._replace(tokens=60, ended=6)  # a tenth of tokens end a row
+    assert short.expected_length(10**6) == pytest.approx(10)
+    assert short.expected_length(1) == pytest.approx(1) and 6 < short.expected_length(10) < 7
+    assert dear.policy(1, short, 256) is None
+    stopped = learned._replace(ended=2)  # by stop strings, before the first token
+    assert stopped.ending == 1 and stopped.expected_length(64) == 1
 
 
 def test_single_rows_may_lose_more_where_requests_learn():

@@ -71,7 +71,10 @@ DRAFTED = dict(BEAMS, drafter=DRAFTER, gamma=2)
             dict(drafter=sd.RandomDrafter(V)),
             "drafter: got RandomDrafter with num_beams, expected one that drafts for",
         ),
-        (dict(num_beams=None), "num_return_sequences: got 2 without num_beams, expected 1"),
+        (
+            dict(num_beams=None),
+            "num_return_sequences: got 2 without num_beams, expected 1 .of samples: num_samples",
+        ),
     ],
 )
 def test_bad_options_are_rejected_before_anything_compiles(options, message):

@@ -6,11 +6,12 @@ import jax
 import numpy as np
 import pytest
 import tiers
-from toy_models import HashModel, Words, compilations
+from toy_models import HashModel, Words, compilations, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.decoding import continuous_batching, inputs
-from specdec_jax.decoding.continuous_batching import decode_all
+from specdec_jax.backends.cpu import native
+from specdec_jax.decoding import batch_rows, continuous_batching, inputs
+from specdec_jax.decoding.continuous_batching import decode_all, may_wait
 from specdec_jax.decoding.results import read_state
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -178,6 +179,69 @@ def test_no_row_waits_for_the_slowest(monkeypatch):
     assert calls.sum() / 4 <= iterations["refilled"] <= calls.sum() / 4 + 30 < batches
 
 
+@pytest.mark.parametrize(
+    "name, longest, refills, ahead",
+    [
+        ("plain", 40, True, True),
+        ("plain", 40, True, False),
+        ("plain", 12, False, False),
+        *(pytest.param(name, 60, True, True, marks=slow) for name in CASES),
+        *(
+            pytest.param(name, 60, False, False, marks=slow)
+            for name in list(CASES)
+            if name != "plain"
+        ),
+    ],
+)
+def test_rows_wait_where_that_is_cheap_until_they_wait_long(
+    monkeypatch, name, longest, refills, ahead
+):
+    """The longest inputs are decoded first, whole batches of them, and outputs do not change."""
+    monkeypatch.setattr(continuous_batching, "may_wait", lambda plan: True)
+    sizes, start = [], batch_rows._start_rows
+
+    def started(plan, numbers, *more):
+        sizes.append(len(numbers))
+        return start(plan, numbers, *more)
+
+    monkeypatch.setattr(batch_rows, "_start_rows", started)
+    monkeypatch.setattr(batch_rows, "_LEAST_AHEAD", 2)
+    monkeypatch.setattr(batch_rows, "LEAST", 1)
+    if not ahead:  # as if a batch took much memory
+        monkeypatch.setattr(batch_rows, "_MOST_AHEAD", 0)
+    if name != "plain":
+        monkeypatch.setattr(batch_rows, "_WORTH", 1 if refills else 1000)
+    limits = [longest if number % 4 == 0 else 2 for number in range(N)]
+    options = options_of(name) | dict(max_new_tokens=limits, eos_ids=())
+
+    def decode(**more) -> dict[int, list[list[int]]]:
+        outputs = sd.decode_stream(TARGET, batch_size=4, **options | more)
+        return {number: [row.tokens for row in rows] for number, rows in outputs}
+
+    found = decode()
+    few = (
+        [4, 4] + [2] * 6 if ahead else [4] + [2] * 8
+    )  # the next batch is prefilled behind the first
+    assert sizes == (few if refills else [4] * 5) or name != "plain"
+    # Of several padded lengths, whose queues are short, no rows are refilled.
+    assert sizes[0] == 4 and (2 in sizes) == (refills and "widths" not in name)
+    expected = decode(refill=True)
+    assert found == expected and len(found) == N
+    rest = decode(skip={*range(0, N, 2)})
+    assert rest == {number: expected[number] for number in range(1, N, 2)}
+
+
+def test_rows_wait_with_the_kernels_of_a_cpu_alone():
+    plan = continuous_batching.plan_decoding(tiny_t5(0), [[3, 1]])
+    assert may_wait(plan) == plan.network.skips_padding == native.is_available()
+
+
+def test_a_job_with_a_deadline_is_decoded_in_batches(monkeypatch):
+    monkeypatch.setattr(continuous_batching, "_decode_queues", None)
+    found = stream("plain", batch_size=4, deadline=1e6)
+    assert_same(found, stream("plain", batch_size=4, refill=False))
+
+
 def test_samples_do_not_depend_on_what_is_prefilled_together(monkeypatch):
     """Every input draws from the key of its number, in whatever part of the job it comes."""
 
@@ -221,6 +285,18 @@ def test_queues_hold_every_input_once():
                 )
             assert all(len(places) >= 4 * size for _, places in found[:-1])
             assert len(found) == 1 or len(found[-1][1]) >= size
+            whole = continuous_batching.make_batches(lengths, size)
+            assert sorted(place for _, places in whole for place in places) == [
+                *range(len(lengths))
+            ]
+            assert sum(-(-len(places) // size) for _, places in whole) == -(-len(lengths) // size)
+            assert (
+                all(
+                    width == inputs.bucket_length(max(lengths[place] for place in places))
+                    for width, places in whole
+                )
+                and [width for width, _ in whole] == sorted({width for width, _ in whole})[::-1]
+            )
     # One short input alone would leave all rows but one idle.
     found = continuous_batching.make_queues([100] * 12 + [1], 3)
     assert found == [(inputs.bucket_length(100), [*range(13)])]
@@ -229,7 +305,7 @@ def test_queues_hold_every_input_once():
 BAD = [
     (dict(batch_size=0), "batch_size: got 0, expected an integer of at least 1"),
     (dict(batch_size=1.5), "batch_size: got 1.5"),
-    (dict(deadline=2.0), "deadline: got 2.0 with refill=True, expected refill=False"),
+    (dict(deadline=2.0, refill=True), "deadline: got 2.0 with refill=True, expected refill=False"),
     (dict(inputs=[]), "inputs: got 0 inputs, expected at least 1"),
     (dict(inputs=[[3]] * 18 + [[4] * 9], max_input_length=8), "input 18: got 9 tokens"),
     (dict(max_new_tokens=[3, 4]), "max_new_tokens: got 2 values, expected one or 19"),

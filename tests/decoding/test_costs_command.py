@@ -83,6 +83,35 @@ def file_job(specdec, tmp_path, monkeypatch, after=None):
     return code, gammas[0]
 
 
+SAMPLED = "--temperature=1"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [SAMPLED, "--verifier=gumbel"],
+        pytest.param([SAMPLED, "--drafter_sampling=temperature:1.5"], marks=pytest.mark.slow),
+        pytest.param([SAMPLED, "--verifier=lenient", "--lenience=0.5"], marks=pytest.mark.slow),
+        pytest.param(["--drafter=lookahead"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_file_has_what_is_printed_where_drafting_does_not_pay(
+    specdec, pair, measured, tmp_path, flags
+):
+    """The statistics too: a drafter that brings a tree has no automatic γ."""
+    measured.gives, path, texts = DEAR, tmp_path / "out", ["We asked", "Tom", "She was"]
+    code, printed, err = specdec(*arguments(*flags, "--json", *texts))
+    assert (code, err) == (0, "")
+    code, out, err = specdec(*arguments(*flags, "--json", f"--output_file={path}", *texts))
+    assert (code, out, err) == (0, "", "")
+    found, expected = (
+        [(one["tokens"], one["stats"]) for one in map(json.loads, lines.splitlines())]
+        for lines in (path.read_text(), printed)
+    )
+    assert found == expected and len(found) == 3
+
+
 def numbers_of(policy):
     return policy if isinstance(policy, int) else np.ravel(policy.costs).tolist()
 

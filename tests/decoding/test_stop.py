@@ -354,6 +354,15 @@ def test_at_the_deadline_rows_are_returned_as_they_are(clock, deadline, calls):
     assert [len(row) for row in ids] == result.lengths.tolist()
 
 
+def test_a_row_that_is_finished_before_its_end_says_so():
+    arguments = echo("bytes", inputs=["abcabcabc", "a"])
+    target, inputs = arguments.pop("target"), arguments.pop("inputs")
+    state, request = generate_module.prepare(target, inputs, **arguments)
+    state = generate_module.advance(request.network, request.drafter, state, np.int32(2))
+    result = generate_module.finish(target, state, request)
+    assert result.finish_reasons[0] == "unfinished" and 0 < result.lengths[0] < 9
+
+
 def test_a_stop_string_and_a_deadline(clock):
     arguments = echo(
         "bytes", inputs=["abcabcabcabcabcabcabcabcabca", "cbacbacba"], stop="ac", deadline=1.5

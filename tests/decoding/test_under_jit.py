@@ -315,6 +315,25 @@ def test_arguments_of_a_call_are_checked(kind, case, pair):
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        *((Decoder, *BAD_OPTIONS[case]) for case in ("a word", "steps", "hard limit", "flag")),
+        (Decoder, {"decode_rng": 3}, "rng: got 3, expected one key"),
+        (Decoder, {"eos_id": 1.5}, "eos_id: got 1.5, expected an id, or several"),
+        (BeamDecoder, {"max_decode_step": 2.5}, "max_decode_step: got 2.5, expected an integer"),
+        (BeamDecoder, {"eos_id": 1.5}, "eos_id: got 1.5, expected an id, or several"),
+        (BeamDecoder, {"eos_id": [1, 2]}, "eos_id: got 2 ids, expected one"),
+    ],
+)
+def test_decoder_params_are_checked_before_there_are_arrays(kind, given, message, pair):
+    """T5X restores a checkpoint in between, which may take minutes."""
+    decoder, sound = kind(pair[0].config), {"eos_id": 1, "decode_rng": jax.random.key(0)}
+    with pytest.raises(ValueError, match=message):
+        decoder.check_call(given.get("decoder_params", given))
+    decoder.check_call(sound)
+
+
 @pytest.mark.parametrize("kind", [Decoder, BeamDecoder])
 def test_parts_of_a_decoder_are_checked(kind, pair):
     target, drafter = pair

@@ -22,7 +22,7 @@ from specdec_jax.models.block_options import BlockOptions
 from specdec_jax.models.config_validation import check_fields
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.gemma import GemmaConfig, T5GemmaConfig
-from specdec_jax.models.layers import Dense
+from specdec_jax.models.layers import Dense, undrawn_parameters
 from specdec_jax.models.network import initial_params
 from specdec_jax.models.t5 import T5Config, check_t5
 
@@ -374,3 +374,13 @@ def asked(tree: ast.AST) -> list[int]:
 )
 def test_the_search_finds_what_it_looks_for(line, count):
     assert len(asked(ast.parse(line))) == count
+
+
+def test_parameters_are_zeros_only_where_shapes_are_asked_for():
+    def weight():
+        return Dense(4).init(jax.random.key(0), jnp.ones((1, 3)))["params"]["kernel"]
+
+    drawn = weight()
+    with undrawn_parameters():
+        assert not weight().any()
+    assert drawn.any() and np.array_equal(weight(), drawn)

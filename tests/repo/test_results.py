@@ -9,6 +9,8 @@ import pytest
 from absl import app
 from absl.flags import FLAGS
 
+from specdec_jax.models.t5 import T5Config
+
 pages.require_checkout()
 GAIN = {"median": 2.5, "least": 2.0, "most": 3.0}
 ONE = {"median": 1.0, "least": 1.0, "most": 1.0}
@@ -274,3 +276,34 @@ def test_a_slope_above_what_is_demanded_is_named(results):
     assert scaling.format_scaling(rows[0]) == "1000.0 ms, 1 MB"
     record = {"scaling": {"rows": {"batch plain": dict(zip("abc", rows))}}}
     assert len(results.list_shortfalls(record)) == 2
+
+
+def test_a_share_is_of_the_rate_in_the_same_pass(results, monkeypatch):
+    from tools.results import limits
+
+    now = [0.0]
+    monkeypatch.setattr(limits.time, "perf_counter", lambda: now[0])
+
+    def take(*seconds):
+        left = iter((99.0, *seconds))  # the first is not counted
+        return lambda: now.__setitem__(0, now[0] + next(left))
+
+    works = {
+        "NumPy reads": limits.Work(take(1.0, 2.0, 4.0), 1, 20e9),
+        "ours": limits.Work(take(1.0, 1.0, 1.0), 2, 10e9, "NumPy reads", calculates=True),
+    }
+    rows = limits.time_works(works, 3)
+    assert rows["NumPy reads"] == {"ms": 2000.0, "rate": 10.0, "calculates": False}
+    assert rows["ours"]["share"] == {"median": 2.0, "least": 1.0, "most": 4.0}
+    assert limits.format_limit(rows["NumPy reads"]) == "2000.00 ms, 10 GB a second"
+    assert limits.format_limit(rows["ours"]) == (
+        "500.00 ms, 20 thousand million operations a second, 2.00 of NumPy's (1.00 to 4.00)"
+    )
+
+
+def test_the_operations_of_an_encoder_are_counted(results):
+    from tools.results import limits
+
+    config = T5Config(99, 8, 2, 4, 3, 1, 16)
+    weights = 4 * 8 * 8 + 3 * 8 * 16  # of attention, and of a gated feed-forward block
+    assert limits.count_encoder(config, 5) == 3 * (2 * 5 * weights + 4 * 8 * 25)

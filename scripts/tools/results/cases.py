@@ -159,7 +159,7 @@ def format_speed(row: Row) -> str:
     text = format_ratio(row)
     if row["alpha"] is not None:
         text += f", α {row['alpha']:.2f}"
-    if _drafts(row):
+    if _differs_in_calls(row):
         text += f", {row['tokens_per_call']:.2f} tokens a call"
     text += f", {row['ms_per_token']:.2f} ms a token"
     return text + f", {row['sentences']} sentences" * (gain["least"] == gain["most"] == 1)
@@ -170,14 +170,14 @@ def format_brief(row: Row) -> str:
     text = f"{row['improvement']['median']:.2f}"
     if row["alpha"] is not None:
         text += f"; α {row['alpha']:.2f}"
-    if _drafts(row):
+    if _differs_in_calls(row):
         text += f"; {row['tokens_per_call']:.2f}"
     return text
 
 
-def _drafts(row: Row) -> bool:
-    """Returns whether a row drafts, with an acceptance rate or without."""
-    return row["alpha"] is not None or row["tokens_per_call"] > 1
+def _differs_in_calls(row: Row) -> bool:
+    """Returns whether a row has other numbers of tokens and calls: it drafts, or has beams."""
+    return row["alpha"] is not None or row["tokens_per_call"] != 1
 
 
 def format_ratio(row: Row) -> str:

@@ -29,22 +29,31 @@ def measure_encoders(settings: Settings) -> Rows:
         for length in QUICK_LENGTHS if settings.quick else LENGTHS:
             ids = np.random.default_rng(length).integers(3, config.vocab_size, length).tolist()
             ways = {"ours": make_encoder(model, length)} | others
-            rows[f"{length:,} tokens"] = time_encoders(ways, ids, settings.choose(5, 3))
+            row = time_encoders(ways, ids, settings.choose(5, 3))
+            rows[f"{length:,} tokens"] = row | {"temporary_mb": count_temporaries(model, length)}
     return {PRESET: rows}
+
+
+@jax.jit
+def _encode(network: Any, ids: np.ndarray, lengths: np.ndarray) -> jax.Array:
+    return network.encode(ids, lengths)
 
 
 def make_encoder(model: LanguageModel, length: int) -> Callable[[list[int]], Any]:
     """Returns a call of our encoder for inputs of one length."""
 
-    @jax.jit
-    def encode(network: Any, ids: np.ndarray, lengths: np.ndarray) -> jax.Array:
-        return network.encode(ids, lengths)
-
     def call(ids: list[int]) -> Any:
         given = np.array([ids], np.int32), np.array([length], np.int32)
-        return jax.block_until_ready(encode(model.network, *given))
+        return jax.block_until_ready(_encode(model.network, *given))
 
     return call
+
+
+def count_temporaries(model: LanguageModel, length: int) -> float:
+    """Returns the megabytes of our encoder's temporary arrays, by the compiler's analysis."""
+    given = np.zeros((1, length), np.int32), np.array([length], np.int32)
+    analysis = _encode.lower(model.network, *given).compile().memory_analysis()
+    return analysis.temp_size_in_bytes / 1e6
 
 
 def time_encoders(ways: dict[str, Callable[[list[int]], Any]], ids: list[int], passes: int) -> Row:
@@ -64,8 +73,10 @@ def time_encoders(ways: dict[str, Callable[[list[int]], Any]], ids: list[int], p
 
 
 def format_encoders(row: Row) -> str:
-    """Returns the milliseconds of each way, and our time over the best other's."""
+    """Returns the milliseconds of each way, our memory, and our time over the best other's."""
     parts = [f"{name} {ms:.1f} ms" for name, ms in row["ms"].items()]
+    if "temporary_mb" in row:
+        parts[0] += f" and {row['temporary_mb']:.0f} MB"
     if "over_best" in row:
         ratio = row["over_best"]
         spread = f"({ratio['least']:.2f} to {ratio['most']:.2f})"

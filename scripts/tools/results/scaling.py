@@ -159,7 +159,7 @@ def measure_scaling(settings: Settings) -> Rows:
         for drafts in (False, True):
             forget_programs()
             programs = [_Program(size, drafts) for size in sizes]
-            for _ in range(1 + settings.choose(5, 2)):  # the first pass is not counted
+            for _ in range(1 + settings.choose(3, 2)):  # the first pass is not counted
                 for program in programs:
                     program.time()
             form = f"γ = {_GAMMA}" if drafts else "plain"

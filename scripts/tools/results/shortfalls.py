@@ -6,6 +6,7 @@ from typing import Any
 from tools.results.loading import MOST
 from tools.results.scaling import TOLERANCE
 from tools.results.stage import Row
+from tools.results.starting import PACKAGE, SENTENCE
 
 TPU_BATCH = "32 rows, 128 new tokens"
 
@@ -32,13 +33,11 @@ def list_shortfalls(stages: Mapping[str, Any]) -> dict[str, str]:
     pairs = rows("pair")
     ratio = [gain(one["speculative, int8, γ = 4"]) / gain(one["plain, int8"]) for one in pairs]
     add("speculative over plain in int8, one sentence at a time", ratio, 1.8)
-    auto = [gain(one['`gamma="auto"`']) / best(one, "γ") for one in rows("texts")]
-    add('`gamma="auto"` over the best fixed γ, on the worst text', auto, 0.96)
-    auto = [gain(one['`gamma="auto"`']) for one in rows("texts")]
-    add('`gamma="auto"` over plain decoding, on the worst text', auto, 0.98)
-    trees = [max(best(one, "tree"), best(one, "dynamic")) for one in rows("trees")]
-    chains = [best(one, "chain") for one in rows("trees")]
-    add("the best tree over the best chain", [a / b for a, b in zip(trees, chains)], 1.0)
+    for stage, how in (("texts", "on the worst text"), ("auto", "of several rows, at worst")):
+        auto = [gain(one['`gamma="auto"`']) for one in rows(stage)]
+        fixed = [a / best(one, "γ") for a, one in zip(auto, rows(stage))]
+        add(f'`gamma="auto"` over the best fixed γ, {how}', fixed, 0.96)
+        add(f'`gamma="auto"` over plain decoding, {how}', auto, 0.98)
     beams = [best(one, "four beams, γ") for one in rows("beams")]
     add("speculative over plain beam search", beams, 1.3)
     slopes = [row for one in rows("scaling") for row in one.values() if "slope" in row]
@@ -78,6 +77,11 @@ def list_shortfalls(stages: Mapping[str, Any]) -> dict[str, str]:
         if place in row and row["gb"] > 1  # a small model's is mostly the process's own
     ]
     add("loading: peak memory over the weights, of the worst format", peaks, MOST, max)
+    started = rows("start")
+    seconds = [one[SENTENCE]["seconds"]["median"] for one in started]
+    add("a second start of `specdec generate`, seconds", seconds, 1.4, max)
+    seconds = [one[PACKAGE]["beyond"]["median"] for one in started]
+    add("`import specdec_jax` beyond `import jax`, seconds", seconds, 0.05, max)
     batches = [one[name] for one in rows("tpu") for name in one if name == TPU_BATCH]
     estimates = [row["iteration_ms"] / row["floor_ms"] for row in batches]
     add("T5-XXL on a TPU v4, 32 rows: an iteration over its bytes, estimated", estimates, 1.4, max)

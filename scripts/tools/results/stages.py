@@ -6,12 +6,14 @@ from tools.results import (
     encoders,
     large,
     learning,
+    limits,
     loading,
     only,
     pair,
     rounding_stages,
     scaling,
     shapes,
+    starting,
     templates,
     translation,
     whole_files,
@@ -30,7 +32,15 @@ STAGES: dict[str, Stage] = {
         by_sentence=True,
     ),
     "steps": Stage("one row", (2, 1), pair.measure_steps, format_step),
+    "limits": Stage("one row", (0.5, 0.5), limits.measure_limits, limits.format_limit),
     "texts": Stage(_OVER_PLAIN, (4, 0.8), pair.measure_texts, format_speed, by_sentence=True),
+    "auto": Stage(
+        "64 inputs, 8 or 32 at a time: over plain; inputs a second",
+        (4, None),
+        whole_files.measure_auto,
+        whole_files.format_file,
+        whole_files.format_gain,
+    ),
     "drafters": Stage(
         _OVER_PLAIN, (9, 2.2), pair.measure_drafters, format_speed, format_brief, by_sentence=True
     ),
@@ -38,7 +48,7 @@ STAGES: dict[str, Stage] = {
         _OVER_PLAIN, (3, None), pair.measure_policies, format_speed, by_sentence=True
     ),
     "cascades": Stage(
-        _OVER_PLAIN, (1.5, None), pair.measure_cascades, format_speed, by_sentence=True
+        _OVER_PLAIN, (1.5, None), pair.measure_cascades, format_speed, once=True, by_sentence=True
     ),
     "only": Stage(_OVER_PLAIN, (3.5, 1.2), only.measure_only, format_speed, by_sentence=True),
     "trained": Stage(
@@ -63,6 +73,7 @@ STAGES: dict[str, Stage] = {
         (3, None),
         templates.measure_templates,
         format_speed,
+        once=True,
     ),
     "learning": Stage(
         "whole jobs, one input at a time, γ = 4, over plain decoding",
@@ -107,7 +118,7 @@ STAGES: dict[str, Stage] = {
     ),
     "scaling": Stage(
         "size of what grows",
-        (3, None),
+        (2.4, None),
         scaling.measure_scaling,
         scaling.format_scaling,
     ),
@@ -201,6 +212,12 @@ STAGES: dict[str, Stage] = {
         elsewhere.format_tpu,
         timed=False,
         once=True,
+    ),
+    "start": Stage(
+        "a process, from the shell to its end",
+        (0.5, None),
+        starting.measure_start,
+        starting.format_start,
     ),
     "loading": Stage(
         "dummy weights, loaded in a process of its own",

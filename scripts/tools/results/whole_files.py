@@ -1,6 +1,7 @@
 """Stages about whole files: beside other libraries, ways of batching, and the same bits."""
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,10 +15,12 @@ from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.models.language_model import LanguageModel
 from tools.results import peers
-from tools.results.cases import NEW_TOKENS, load_target, make_bundled
+from tools.results.cases import NEW_TOKENS, forget_programs, load_target, make_bundled
 from tools.results.stage import Row, Rows, Settings
 from tools.results.texts import read_texts
 
+# What `decode_stream` is told of refilling rows.
+_REFILL = {"like length": False, "refilled": True, "the default": None}
 HOW: dict[str, Any] = dict(max_new_tokens=NEW_TOKENS, generation_config=None)
 
 
@@ -62,7 +65,7 @@ def count_differing(ours: Iterable[Any], theirs: Iterable[Any]) -> int:
 
 
 def decode_file(
-    target: LanguageModel, ids: list, batch: int, gamma: int = 0, **options: Any
+    target: LanguageModel, ids: list, batch: int, gamma: Any = 0, **options: Any
 ) -> list[list[int]]:
     """Returns the outputs of a file in its order, by continuous batching."""
     how = HOW | dict(batch_size=batch, seed=0, gamma=gamma)
@@ -77,8 +80,13 @@ def format_file(row: Row) -> str:
     return f"{text}; {row['differing']} outputs differ"
 
 
+def format_gain(row: Row) -> str:
+    """Returns the speed over the first row's, and sentences a second."""
+    return f"{row['improvement']['median']:.2f}; {row['sentences_per_second']:.0f}"
+
+
 def measure_batching(settings: Settings) -> Rows:
-    """Measures batches in a file's order, of like length, and with refilled rows."""
+    """Measures batches in a file's order, of like length, with refilled rows, and by default."""
     target, rows = load_target("none"), {}
     for name, text in read_texts(settings, ("ende",), settings.choose(500, 150)).items():
         ids = encode(target, text, 512)
@@ -88,18 +96,18 @@ def measure_batching(settings: Settings) -> Rows:
                 ("plain", dict(gamma=0)),
                 ("bundled drafter, γ = 4", dict(gamma=4, drafter=make_bundled())),
             )
-            for way in ("file order", "like length", "refilled")
+            for way in ("file order", *_REFILL)
         }
         rows[name] = time_ways(ways, settings.choose(3, 2))
     return rows
 
 
 def decode_batches(ids: list[list[int]], way: str, **options: Any) -> list[list[int]]:
-    """Returns the outputs of inputs that are batched in one of three ways."""
+    """Returns the outputs of inputs that are batched in one of these ways."""
     target, size = load_target("none"), 8
     found: list[list[int]] = [[] for _ in ids]
     if way != "file order":
-        options |= dict(batch_size=size, refill=way == "refilled")
+        options |= dict(batch_size=size, refill=_REFILL[way])
         for place, (output,) in decode_stream(target, ids, **HOW, **options):
             found[place] = output.tokens
         return found
@@ -110,6 +118,23 @@ def decode_batches(ids: list[list[int]], way: str, **options: Any) -> list[list[
         for row in range(min(size, len(ids) - begin)):
             found[begin + row] = result.tokens[row, : result.lengths[row]].tolist()
     return found
+
+
+def measure_auto(settings: Settings) -> Rows:
+    """Measures γ = "auto" beside fixed γ, where rows are decoded together."""
+    rows: Rows = {}
+    texts = read_texts(settings, ("ende", "dialogsum"), 64)
+    for form, label in (("none", "float32"), ("int8", "int8")):
+        forget_programs()
+        target, drafts = load_target(form), dict(drafter=make_bundled())
+        for (name, text), size in itertools.product(texts.items(), (8, 32)):
+            decode = functools.partial(decode_file, target, encode(target, text, 512), size)
+            ways: dict[str, Callable[[], list]] = {"plain": decode}
+            for gamma in (2, 4, "auto"):
+                case = f"γ = {gamma}" if gamma != "auto" else '`gamma="auto"`'
+                ways[case] = functools.partial(decode, gamma=gamma, **drafts)
+            rows[f"{name} {label} {size}"] = time_ways(ways, 3)
+    return rows
 
 
 def measure_bits(settings: Settings) -> Rows:
