@@ -153,9 +153,10 @@ def keep_acceptance(workload: Workload, alpha: float) -> None:
     """Keeps the measured acceptance rate, with which `gamma="auto"` begins for such inputs."""
     target, drafter, (batch, *_), options = workload
     planned = plan(target, batch.inputs, drafter=drafter, **options.decoding())
-    key = autotune.autotune(planned).costs_key
-    if key is not None and (known := autotune.load_costs(key)) is not None:
-        autotune.save_costs(key, known._replace(acceptance=min(max(float(alpha), 0.0), 1.0)))
+    if planned.auto_rows is not None:
+        known = autotune.find_costs(planned)
+        known = known._replace(acceptance=min(max(float(alpha), 0.0), 1.0))
+        autotune.save_costs(autotune.costs_key(planned), known)
 
 
 @isolated

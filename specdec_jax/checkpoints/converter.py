@@ -177,6 +177,9 @@ def _write(
     config = checkpoint.config.replace(dtype=computing)
     checkpoint, count = dataclasses.replace(checkpoint, config=config), parameter_count(config)
     inner, number = pathlib.PurePath(), t5x.parse_step(target)
+    if format.startswith("t5x") and not check_t5("format", config).relative_bias_per_layer:
+        if reason := t5x.explain_unsupported(config):
+            say(f"{target}: T5X's network t5x.examples.t5 cannot compute this model: {reason}")
     if format.startswith("t5x") and number is None:
         number = step or 1  # T5X takes step 0 to mean that there is no step
         inner = pathlib.PurePath(f"checkpoint_{number}")

@@ -72,7 +72,7 @@ def open_model(folder: AnyPath, options: dict, tensors: Parameters) -> tuple[T5C
         part: next((name for name in names if name in tensors), _SHARED)
         for part, names in _EMBEDDINGS.items()
     }
-    tied = options.get("tie_word_embeddings", True)
+    tied = options.get("tie_word_embeddings") is not False  # null is no answer
     if places["decoder"] not in tensors and _HEAD in tensors and tied:
         places = dict.fromkeys(places, _HEAD)  # of the tied tensors, the file holds the head alone
     encoder, decoder, head = (places[part] for part in ("encoder", "decoder", "head"))
@@ -94,6 +94,8 @@ def _read_config(
     What is separate is decided by the tensors: transformers 5 calls every T5 tied.
     """
     path, kind = folder / "config.json", options["model_type"]
+    if options.get("tie_word_embeddings", True) is None:  # as if it were not there
+        options = options | {"tie_word_embeddings": True}
     layers = options.get("num_layers")  # as in transformers, the other name is the encoder's alone
     options = resolve_aliases(options, _ALIASES)
     activation = "relu" if kind == "t5" else "gated-gelu"

@@ -236,8 +236,13 @@ def resolve(path: PathLike) -> AnyPath:
     arguments.check_path("path", path)
     path = places.show_path(path)
     folder = places.make_path(path)
-    if folder.is_dir():
-        return folder
+    try:
+        if folder.is_dir():
+            return folder
+    except OSError as error:  # a name that is too long, a folder that may not be searched
+        if places.is_remote(path):
+            raise
+        raise mismatch_error(path, error.strerror, "a checkpoint folder") from None
     if str(path) in bundled():
         return BUNDLED / str(path)
     names = ", ".join(bundled()) or "none are there"

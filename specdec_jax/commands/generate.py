@@ -428,7 +428,7 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
     # Rejects bad arguments before there is a journal.
     plan = plan_decoding(target, inputs, config=config, drafter=drafter, key=key, batch_size=rows)
     measures = plan.auto_rows is not None
-    measured = {"costs": _costs_record(autotune.autotune(plan))} if measures else {}
+    measured = {"costs": _costs_record(autotune.autotune(plan, once=True))} if measures else {}
     settings = _deciding_options(options, target, drafter, source.contents)
     numbers, start = job.numbers, job.numbers.start
     with Journal(options.output_file, settings, len(numbers), measured, start) as journal:

@@ -238,6 +238,9 @@ class GenerationFlags(_Unset):
     def _gamma(self, given: Any, tree: Tree | DynamicTree | None) -> Any:
         """Returns γ; a policy, `given`, keeps what no flag changes."""
         before = given if isinstance(given, Policy) else None
+        changed = self.gamma is not None or self.gamma_policy or self.gamma_settings
+        if before and type(before) not in POLICIES.values() and not changed:
+            return before  # one that no flag names
         own = next((name for name, cls in POLICIES.items() if type(before) is cls), "fixed")
         name, gamma = self.gamma_policy or own, self.gamma
         if gamma is None:

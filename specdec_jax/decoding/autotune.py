@@ -4,12 +4,16 @@ A measurement is for one target, drafter, number of rows and kind of sampling. I
 most of them for compilation. The numbers are kept in the process, and in small files in the user's
 cache folder. A file that does not hold what was written there is measured anew; if no file can be
 written, the numbers hold for this process.
+
+How long iterations take depends on the shapes of the weights. How many drafted tokens are accepted
+depends on the weights themselves, so that is remembered for the arrays of one target and drafter.
 """
 
 import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -48,9 +52,11 @@ TIMED = (0, 2, 4, 5, 8)
 # differ; the number of tokens in an output.
 _HOPED, _SPREAD, _TOKENS = 0.9, (-0.2, 0.0, 0.2), 16
 # The least gain that makes drafting worth while, and the part of it that an iteration without a
-# draft may cost; both for a single row whose earlier requests have shown where drafting pays.
-_GAIN, _LOSS = 0.03, 0.1
-_GAIN_KNOWN, _LOSS_KNOWN = 0.01, 0.5
+# draft may cost; and that part where earlier requests have shown whether drafting pays.
+_GAIN, _LOSS, _LOSS_KNOWN = 0.03, 0.1, 0.5
+# The least gain by what earlier requests have shown. What iterations cost was measured at another
+# moment, and is off by some percent on a machine that others share.
+_GAIN_KNOWN = 0.04
 _NEVER = 1e6  # a cost at which a draft is never chosen
 # How many tokens of earlier requests are remembered; for how many they count at most; and one in
 # how many requests that would begin without drafts looks whether drafts would pay by now.
@@ -79,33 +85,32 @@ class Costs(NamedTuple):
     seconds: float
     acceptance: float = Auto.acceptance
 
-    def _expected(self, rows: int) -> np.ndarray:
+    def _expected(self, rows: int, acceptance: float) -> np.ndarray:
         """Returns the expected cost of a token with drafts of 0, 1, … tokens, as for `iterations`.
 
-        A single row chooses its own γ, so the acceptance rate is that of a drafter that is nearly
-        always right. Several rows share the target's call, which the longest draft widens for all
-        of them; there the rate is averaged over rows that differ.
+        A single row chooses its own γ. Several rows share the target's call, which the longest
+        draft widens for all of them; there the rate is averaged over rows that differ.
         """
-        hoped = [_HOPED]
+        rates = [acceptance]
         if rows > 1:
-            hoped = [min(max(self.acceptance + more, 0), 0.97) for more in _SPREAD]
-        tokens = np.mean([np.cumsum(alpha ** np.arange(MAXIMUM + 1)) for alpha in hoped], axis=0)
+            rates = [min(max(acceptance + more, 0), 0.97) for more in _SPREAD]
+        tokens = np.mean([np.cumsum(rate ** np.arange(MAXIMUM + 1)) for rate in rates], axis=0)
         return np.array(self.iterations) / tokens
 
     @functools.cache
     def pays(self, rows: int, learns: bool = False, limit: int = _TOKENS) -> bool:
         """Returns whether drafting could be faster than plain decoding at all.
 
-        In a program that may draft, an iteration without a draft costs more than one of plain
-        decoding. That is lost wherever nothing is accepted, so it may only be a small part of what
-        can be gained. With `learns` a single row begins with what earlier requests have shown
-        (`policy`) and loses it only now and then, so the part may be larger; and an output may have
-        all of `limit` tokens.
+        A single row may have a drafter that is nearly always right. In a program that may draft, an
+        iteration without a draft costs more than one of plain decoding. That is lost wherever
+        nothing is accepted, so it may only be a small part of what can be gained. With `learns` a
+        request begins with what earlier ones have shown (`policy`) and loses it only now and then,
+        so the part may be larger; and an output may have all of `limit` tokens.
         """
-        least = self._expected(rows).min()
+        least = self._expected(rows, _HOPED if rows == 1 else self.acceptance).min()
         length = limit if learns else min(limit, _TOKENS)
         gain, loss = 1 / (least + self.prefill / length) - 1, self.iterations[0] - 1
-        return bool(gain > _GAIN and loss < (_LOSS_KNOWN if learns and rows == 1 else _LOSS) * gain)
+        return bool(gain > _GAIN and loss < (_LOSS_KNOWN if learns else _LOSS) * gain)
 
     def policy(
         self, rows: int, learned: "Learned | None" = None, limit: int = _TOKENS
@@ -115,20 +120,21 @@ class Costs(NamedTuple):
         None if plain decoding is faster by what was learned, for outputs of up to `limit` tokens;
         one in `_LOOK` requests drafts all the same.
         """
-        costs, begin = np.array(self.iterations), {"acceptance": self.acceptance}
-        if rows > 1:
-            costs[1 + np.argmin(self._expected(rows)) :] = _NEVER
+        costs, rate = np.array(self.iterations), self.acceptance
+        begin = {"acceptance": rate}
         if learned is not None:
             weight, look = Auto.weight + learned.examined, learned.requests % _LOOK == 0
             acceptance = (Auto.weight * self.acceptance + learned.accepted) / weight
             begin = dict(acceptance=acceptance, weight=min(weight, _WEIGHT))
             begin |= dict(ending=learned.ending, look=float(look))
+            rate = acceptance * (1 - learned.ending)
             # An iteration without a draft costs a little more in a program that may draft than in
             # one that never does.
-            tokens = np.cumsum((acceptance * (1 - learned.ending)) ** np.arange(MAXIMUM + 1))
-            best = np.min(costs / tokens) + self.prefill / learned.expected_length(limit)
-            if not look and best >= 1 / (1 + (_GAIN_KNOWN if rows == 1 else _GAIN)):
+            best = self._expected(rows, rate).min() + self.prefill / learned.expected_length(limit)
+            if not look and best >= 1 / (1 + _GAIN_KNOWN):
                 return None
+        if rows > 1:
+            costs[1 + np.argmin(self._expected(rows, rate)) :] = _NEVER
         return _make_policy(tuple(costs.tolist())).with_numbers(**begin)
 
 
@@ -143,7 +149,7 @@ class Learned(NamedTuple):
     Attributes:
       examined: number of drafted tokens that were examined; only the latest count.
       accepted: how many of those were accepted.
-      requests: number of requests so far.
+      requests: for how many requests γ was chosen by it so far.
       tokens: how many tokens the requests with these drafts committed.
       ended: how many of them ended a row by themselves: an EOS or a stop string.
     """
@@ -164,7 +170,7 @@ class Learned(NamedTuple):
         return (1 - (1 - self.ending) ** limit) / self.ending if self.ended else limit
 
 
-def autotune(plan: Plan, first: bool = False) -> Plan:
+def autotune(plan: Plan, first: bool = False, once: bool = False) -> Plan:
     """Chooses γ = "auto" by what iterations cost here; returns the plan with the choice.
 
     The first call of a kind measures the costs, and keeps them for this process and, in a small
@@ -174,30 +180,37 @@ def autotune(plan: Plan, first: bool = False) -> Plan:
     Args:
       plan: the checked arguments.
       first: whether to draft as at the first call of a kind, whatever earlier requests have shown.
+      once: whether the choice is for more requests than one, which cannot learn from one another.
     """
     if plan.auto_rows is None:
         return plan
-    assert plan.drafter is not None, "without one γ is 0"
-    assert isinstance(plan.config, StaticConfig), "a beam search has no automatic γ"
-    length, rows = bucket_length(int(max(plan.input_lengths))), plan.auto_rows
-    key = costs_key(plan.network, plan.drafter, plan.config, rows, length, plan.slots)
+    costs, rows, limit = find_costs(plan), plan.auto_rows, int(max(plan.limits))
+    if not costs.pays(rows, plan.may_learn and not once, limit):
+        return plan.plainly()
+    learned, own = None, f"{costs_key(plan)} {_identify(plan.network)} {_identify(plan.drafter)}"
+    if plan.may_learn and not first:
+        learned = _learned.get(own, Learned())
+        _learned[own] = learned._replace(requests=learned.requests + 1)
+    policy = costs.policy(rows, learned, limit)
+    if policy is None:
+        return dataclasses.replace(plan.plainly(), learned_key=own)
+    policy = policy.rows(len(plan.limits))
+    return dataclasses.replace(plan, policy=policy, learned_key=own, auto_rows=None)
+
+
+def find_costs(plan: Plan) -> Costs:
+    """Returns the costs of a plan with γ = "auto"; measures and keeps them if nobody has."""
+    key = costs_key(plan)
     costs = load_costs(key)
     if costs is None:
+        assert plan.drafter is not None and plan.auto_rows is not None, "without a drafter γ is 0"
         timed = dataclasses.replace(plan, policy=Auto().rows(len(plan.limits)))
-        arguments = timed.arguments(np.arange(rows // plan.samples) % len(plan.limits), length)
+        numbers = np.arange(plan.auto_rows // plan.samples) % len(plan.limits)
+        arguments = timed.arguments(numbers, bucket_length(int(max(plan.input_lengths))))
         init = functools.partial(_init_drafter, *arguments)
         costs = measure(plan.network, plan.drafter, prefill(*arguments), init)
         save_costs(key, costs)
-    by_requests = plan.config.strict_argmax
-    limit = int(max(plan.limits))
-    if not costs.pays(rows, by_requests, limit):
-        return plan.plainly()
-    learned = _learned.get(key, Learned()) if by_requests and not first else None
-    policy = costs.policy(rows, learned, limit)
-    if policy is None:
-        return dataclasses.replace(plan.plainly(), costs_key=key)
-    policy = policy.rows(len(plan.limits))
-    return dataclasses.replace(plan, policy=policy, costs_key=key, auto_rows=None)
+    return costs
 
 
 def record(request: Request, result: GenerationResult) -> None:
@@ -205,13 +218,13 @@ def record(request: Request, result: GenerationResult) -> None:
 
     Results with errors are left out, as are requests whose outputs would depend on it.
     """
-    if request.costs_key is not None and not any(result.errors):
+    if request.learned_key is not None and not any(result.errors):
         examined = int(result.stats.examined_by_position.sum())
         accepted = int(result.stats.accepted_by_position.sum())
         ended = sum(reason in ("eos", "stop") for reason in result.finish_reasons)
         # Those of requests without drafts, which forget nothing, would count for ever.
         ends = (int(result.lengths.sum()), ended) if examined else ()
-        learn(request.costs_key, examined, accepted, *ends)
+        learn(request.learned_key, examined, accepted, *ends)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "slots"))
@@ -229,11 +242,14 @@ def _init_drafter(
     return drafter.init(ids, given.input_lengths, given.tokens, slots, **shared)
 
 
-# What this process knows, by the keys of `costs_key`; descriptions by `id` of what they describe.
+# What this process knows, by the keys of `costs_key`, and of `Plan.learned_key`; descriptions by
+# `id` of what they describe; numbers of what has certain arrays, by their `id`s.
 _known: dict[str, Costs] = {}
 _learned: dict[str, Learned] = {}
 _described: dict[int, tuple[weakref.ref, str]] = {}
+_numbered: dict[tuple[int, ...], tuple[list[weakref.ref], int]] = {}
 _folder: pathlib.Path | None = None
+_NUMBERS = itertools.count()
 
 
 def keep_costs(folder: pathlib.Path) -> None:
@@ -289,9 +305,15 @@ def save_costs(key: str, costs: Costs) -> None:
 
 
 def learn(key: str, examined: int, accepted: int, tokens: int = 0, ended: int = 0) -> None:
-    """Adds how many of a request's drafted tokens were examined and accepted, and how rows ended.
+    """Adds what a request has shown of its drafts and of how its rows ended.
 
     Only for argmax, where the output does not depend on how much is drafted.
+
+    Args:
+      key: a `Plan.learned_key`.
+      examined, accepted: numbers of the request's drafted tokens.
+      tokens: the number of tokens of its rows.
+      ended: how many rows ended by themselves.
     """
     before = _learned.get(key, Learned())
     total = before.examined + examined
@@ -299,7 +321,7 @@ def learn(key: str, examined: int, accepted: int, tokens: int = 0, ended: int = 
     _learned[key] = Learned(
         examined=kept * total,
         accepted=kept * (before.accepted + accepted),
-        requests=before.requests + 1,
+        requests=before.requests,
         tokens=kept * (before.tokens + tokens),
         ended=kept * (before.ended + ended),
     )
@@ -314,17 +336,18 @@ def _costs_path(key: str) -> pathlib.Path | None:
         return None
 
 
-def costs_key(
-    network: Network, drafter: Drafter, config: StaticConfig, rows: int, length: int, slots: int
-) -> str:
-    """Returns what the costs depend on, as JSON.
+def costs_key(plan: Plan) -> str:
+    """Returns what the costs of a plan with γ = "auto" depend on, as JSON.
 
     The lengths of inputs and outputs are rounded up to a power of two.
     """
-    length, slots = (max(64, 2 ** (int(size) - 1).bit_length()) for size in (length, slots))
-    described, processor = (_describe(network), _describe(drafter)), config.mode.processor
+    config, sizes = plan.config, (bucket_length(int(max(plan.input_lengths))), plan.slots)
+    assert plan.drafter is not None and plan.auto_rows is not None, "without a drafter γ is 0"
+    assert isinstance(config, StaticConfig), "a beam search has no automatic γ"
+    length, slots = (max(64, 2 ** (int(size) - 1).bit_length()) for size in sizes)
+    described, processor = (_describe(plan.network), _describe(plan.drafter)), config.mode.processor
     mode = config.mode._replace(processor=None)
-    of_request = rows, length, slots, processor is not None
+    of_request = plan.auto_rows, length, slots, processor is not None
     return _write_key(*described, config.verifier.name, mode, *of_request)
 
 
@@ -392,6 +415,17 @@ def _describe(node: Any) -> str:
     if hasattr(node, "__weakref__"):
         _described[number] = weakref.ref(node, lambda _: _described.pop(number, None)), found
     return found
+
+
+def _identify(node: Any) -> int:
+    """Returns a number for the arrays of a network or drafter, the same as long as these live."""
+    arrays = [leaf for leaf in jax.tree.leaves(node) if isinstance(leaf, (np.ndarray, jax.Array))]
+    place = tuple(map(id, arrays))
+    refs, number = _numbered.get(place, ([], -1))
+    if number < 0 or any(ref() is not array for ref, array in zip(refs, arrays, strict=True)):
+        number = next(_NUMBERS)
+        _numbered[place] = [weakref.ref(array) for array in arrays], number
+    return number
 
 
 # Measuring.

@@ -147,11 +147,14 @@ def decode_stream(
     if unknown := [number for number in left_out if not 0 <= number < len(plan.lengths)]:
         expected = f"numbers of inputs, from 0 to {len(plan.lengths) - 1}"
         raise mismatch_error("skip", arguments.quote(unknown[0]), expected)
-    plan, skipped = autotune.autotune(plan), frozenset(map(int, left_out))
-    if learner is not None:  # what it has accepted tells nothing of the drafter that it began with
-        plan = dataclasses.replace(plan, costs_key=None)
+    skipped, learns = frozenset(map(int, left_out)), learner is not None
     whole = refill is False or config.deadline is not None
-    if whole or not plan.config.strategy.commits_tokens:
+    whole = whole or not plan.config.strategy.commits_tokens
+    if learns:  # what it has accepted tells nothing of the drafter that it began with
+        plan = dataclasses.replace(autotune.autotune(plan, True, True), learned_key=None)
+    elif plan.auto_rows is not None:  # parts choose γ anew; what iterations cost is measured now
+        autotune.find_costs(plan)
+    if whole:
         outputs = _decode_batches(target, plan, batch_size, skipped, learner)
     else:
         waits = refill is None and learner is None and may_wait(plan)
@@ -277,7 +280,8 @@ def _decode_batches(
         if skip.issuperset(numbers):
             continue
         plan = update_drafter(target, plan, learner)
-        result = complete(target, plan, numbers + [-1] * (size - len(numbers)), start_time)
+        chosen = autotune.autotune(plan)  # learns from the batches before
+        result = complete(target, chosen, numbers + [-1] * (size - len(numbers)), start_time)
         outputs = iter(_collect_outputs(result))
         for number in numbers:
             rows = tuple(itertools.islice(outputs, plan.outputs))
@@ -331,11 +335,18 @@ def _decode_queues(
     learner: Learner | None,
     waits: bool,
 ) -> Iterator[tuple[int, tuple[Output, ...]]]:
-    """Yields the outputs of inputs; `waits`: rows of a queue wait, until they have waited long."""
+    """Yields the outputs of inputs; `waits`: rows of a queue wait, until they have waited long.
+
+    With γ = "auto" for argmax, long queues are decoded in parts, which learn from those before.
+    """
     divide, caches = make_batches if waits else make_queues, ()
     for width, numbers in divide(plan.input_lengths.tolist(), size):
-        if numbers := [number for number in numbers if number not in skip]:
-            rows = Rows(plan, size, width, numbers, waits, caches)
+        left = [number for number in numbers if number not in skip]
+        learns = plan.auto_rows is not None and plan.may_learn
+        most = _WINDOW * size if learns else max(len(left), 1)
+        for first in range(0, len(left), most):
+            part = left[first : first + most]
+            rows = Rows(autotune.autotune(plan, once=not learns), size, width, part, waits, caches)
             yield from _decode_rows(target, rows, learner)
             caches = rows.take_caches()
 

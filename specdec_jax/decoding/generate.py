@@ -279,7 +279,7 @@ def warm_up(
         plan = plan_decoding(target, inputs, config=config, input_lengths=whole, **options)
         plan = autotune.autotune(plan, first=True)
         _run_once(target, plan)
-        if plan.costs_key and plan.config.gamma:  # later calls may decode plainly
+        if plan.learned_key and plan.config.gamma:  # later calls may decode plainly
             _run_once(target, plan.plainly())
     return len(lengths) * len(sizes)
 

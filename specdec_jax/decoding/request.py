@@ -99,7 +99,7 @@ class Request:
       empty: `[B]` bool, rows without input.
       inputs: `[B]`, the number of each row's input; −1 for a row that only fills up the batch.
       config: static settings of the loop.
-      costs_key: key under which `autotune.record` keeps the number of accepted tokens; None:
+      learned_key: key under which `autotune.record` keeps the number of accepted tokens; None:
         it keeps nothing, since outputs would depend on it.
     """
 
@@ -113,7 +113,7 @@ class Request:
     empty: np.ndarray
     inputs: np.ndarray
     config: AnyConfig
-    costs_key: str | None = None
+    learned_key: str | None = None
 
     def take(self, rows: np.ndarray) -> "Request":
         """Returns the request of `rows` only."""
@@ -144,7 +144,7 @@ class Plan:
       bias: `[V]`, what is added to the logits of all rows, or None.
       auto_rows: number of rows decoded together, for which `autotune` has yet to choose γ; None if
         γ is given or chosen.
-      costs_key: key under which `autotune` keeps what γ was chosen by; None if γ was given.
+      learned_key: key under which `autotune` keeps what it learns of drafts; None if γ was given.
     """
 
     network: Network
@@ -169,7 +169,7 @@ class Plan:
     policy: Policy | None
     bias: np.ndarray | None
     auto_rows: int | None = None
-    costs_key: str | None = None
+    learned_key: str | None = None
     draft_rows: SamplingRows | None = None
 
     @property
@@ -181,6 +181,11 @@ class Plan:
     def outputs(self) -> int:
         """Number of outputs of each input."""
         return self.samples * self.config.returned
+
+    @property
+    def may_learn(self) -> bool:
+        """Whether γ may depend on earlier requests, as where outputs do not depend on γ."""
+        return isinstance(self.config, StaticConfig) and self.config.strict_argmax
 
     @functools.cached_property
     def keys(self) -> jax.Array:
@@ -269,7 +274,6 @@ class Plan:
         numbers = np.arange(len(self.limits)) if numbers is None else numbers
         numbers = np.repeat(np.asarray(numbers), self.outputs)
         filler = numbers < 0
-        keeps_acceptance = isinstance(self.config, StaticConfig) and self.config.strict_argmax
         return Request(
             self.network,
             self.drafter,
@@ -281,7 +285,7 @@ class Plan:
             filler | self.empty[numbers],
             numbers,
             self.config,
-            self.costs_key if keeps_acceptance else None,
+            self.learned_key if self.may_learn else None,
         )
 
 

@@ -102,7 +102,7 @@ def _yield_pieces(
             yield from _make_last_pieces(target, state, request, newly, sent, reports)
     rest = [row for row in range(len(sent)) if row not in closed]
     yield from _make_last_pieces(target, state, request, rest, sent, reports)
-    if request.costs_key is not None:
+    if request.learned_key is not None:
         autotune.record(request, collect(target, state, request))
 
 

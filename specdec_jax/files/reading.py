@@ -65,6 +65,8 @@ def check_file(path: PathLike, most: int = MOST_BYTES) -> None:
         raise ValueError(f"{path}: got {kind}, expected a regular file")
     if status.st_size > most:
         raise ValueError(f"{path}: got {status.st_size:,} bytes, expected at most {most:,}")
+    if not places.is_remote(path) and not os.access(path, os.R_OK):
+        raise ValueError(f"{path}: got a file that may not be read, expected a readable file")
 
 
 def check_folder(folder: AnyPath) -> None:

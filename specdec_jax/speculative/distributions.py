@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,7 +89,8 @@ def log_prob_under(
     )
 
 
-class PointMass(NamedTuple):
+@flax.struct.dataclass
+class PointMass:
     """The distribution of a drafter that does not sample: probability 1 at its token.
 
     Verifiers can use it as a `Categorical`.
@@ -99,7 +101,7 @@ class PointMass(NamedTuple):
     """
 
     tokens: Int[Array, "B G"]
-    vocab_size: int
+    vocab_size: int = flax.struct.field(pytree_node=False)
 
     def prob(self, tokens: Int[Array, "B G"]) -> Float[Array, "B G"]:
         """Returns the probability of one token per position."""
@@ -170,7 +172,8 @@ def standardize(
     temperature = rows.temperature[:, None, None]
     # The maximum is subtracted before the division, which by a tiny temperature would overflow.
     divisor = jnp.where(temperature > 0, jnp.clip(temperature, *_DIVISORS), 1)
-    adjusted = (logits - jnp.max(logits, axis=-1, keepdims=True)) / divisor
+    greatest = jnp.max(logits, axis=-1, keepdims=True)
+    adjusted = (logits - greatest) / divisor
     if mode.top_k:
         adjusted = _keep_top_k(adjusted, rows.top_k)
     if mode.top_p:
@@ -182,6 +185,8 @@ def standardize(
         one_hot = jnp.arange(logits.shape[-1]) == argmax(logits)[..., None]
         one_hot = jnp.where(one_hot, 0.0, -jnp.inf)
         adjusted = jnp.where(temperature > 0, adjusted, one_hot)
+    # What follows would draw the first id of a position that has lost its NaN.
+    adjusted = jnp.where(jnp.isfinite(greatest), adjusted, jnp.nan)
     return Categorical.from_logits(adjusted, mode.native)
 
 

@@ -252,7 +252,7 @@ class Draft(NamedTuple):
         """Returns the draft cut to its first `gamma` positions; no row may have drafted more."""
         tokens, dist = self.tokens[:, :gamma], self.dist
         if isinstance(dist, PointMass):
-            dist = dist._replace(tokens=dist.tokens[:, :gamma])
+            dist = dist.replace(tokens=dist.tokens[:, :gamma])
         elif dist is not None:
             dist = Categorical(dist.logits[:, :gamma], dist.log_normalizer[:, :gamma])
         return self._replace(tokens=tokens, dist=dist)

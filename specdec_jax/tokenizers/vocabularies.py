@@ -8,6 +8,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,7 @@ class Vocabulary(abc.ABC):
     given_pad_id: int | None = None
     languages: Languages | None = None
     shares_ids: bool = True
+    _dropped: AbstractSet[int] = frozenset()  # ids without text
     _lacks_source = False  # whether inputs need a language that nobody has given
     _output_start: tuple[int, ...] | None = None  # None: what the frame puts before a text
 
@@ -108,8 +110,9 @@ class Vocabulary(abc.ABC):
         return [*before, *self.encode(text), *after]
 
     def set_pad_id(self, pad_id: int) -> None:
-        """Sets the id that pads inputs, of a vocabulary whose file has none."""
+        """Sets the id that pads inputs, of a vocabulary whose file has none; it has no text."""
         self.pad_id = self.given_pad_id = pad_id
+        self._dropped = {*self._dropped, pad_id}
 
     def encode_prompt(self, text: str) -> list[int]:
         """Returns the ids of a decoder-only model's prompt: `text` in the frame that files give."""
@@ -242,7 +245,7 @@ class SentencePieceVocabulary(Vocabulary):
         self.eos_ids = (eos,)
         pad = self._processor.pad_id()
         self.pad_id = pad if pad >= 0 else None
-        self._dropped = (eos, pad)
+        self._dropped = {eos, pad}
         self.size = self._pieces + extra_ids
         control = np.flatnonzero(self._processor.is_control(list(range(self._pieces)))).tolist()
         special = {self._processor.id_to_piece(i): i for i in (*control, self._processor.unk_id())}
@@ -468,7 +471,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         self.pad_id = self._tokenizer.token_to_id("<pad>")
         # Further EOS ids may be ordinary tokens, such as a full stop.
         self._dropped = {i for i in (self.eos_ids[0], self.pad_id) if i is not None}
-        self._no_text = {*self.special_pieces().values(), *self._dropped}
+        self._special_ids = set(self.special_pieces().values())
         model = content.get("model")
         self.has_merges = isinstance(model, dict) and "merges" in model
         runs = "ByteFallback" in json.dumps(content.get("decoder"))
@@ -547,7 +550,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
     def is_special(self, token: int) -> bool:
-        return token in self._no_text
+        return token in self._special_ids or token in self._dropped
 
     def is_byte(self, token: int) -> bool:
         return token in self._bytes

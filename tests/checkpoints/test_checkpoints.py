@@ -149,6 +149,7 @@ TIES = {
     "1.0 old": (dict(), False, (True, True)),
     "1.0 new": (dict(tie_word_embeddings=True, scale_decoder_outputs=True), False, (True, True)),
     "1.0 with a copy of the head": (dict(tie_word_embeddings=True), True, (False, True)),
+    "1.0 with null": (dict(tie_word_embeddings=None), True, (False, True)),
     "1.1 old": (dict(tie_word_embeddings=False), True, (False, False)),
     "1.1 new": (dict(tie_word_embeddings=True, scale_decoder_outputs=False), True, (False, False)),
     "mt5 old": (dict(model_type="mt5", tie_word_embeddings=False), True, (False, False)),

@@ -1,6 +1,7 @@
 """Bad checkpoints are rejected in one line (got, expected) before anything compiles."""
 
 import json
+import os
 import shutil
 import struct
 import types
@@ -319,6 +320,18 @@ def test_the_error_of_a_hub_name_shows_how_to_download_it(name, hint, tmp_path, 
     assert hint in str(error.value) and ("hf download" in str(error.value)) == (
         name == "google/flan-t5-small"
     )
+
+
+def test_paths_that_the_system_does_not_take_are_errors_in_one_line(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="got File name too long, expected a checkpoint folder"):
+        loader.load("x" * 300, "float32")
+    folder = make.write_hf(tmp_path, TENSORS)
+    readable = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, how: "safetensors" not in str(path) and readable(path, how)
+    )
+    with pytest.raises(ValueError, match="safetensors: got a file that may not be read, expected"):
+        loader.load(folder, "float32")
 
 
 def test_the_error_of_an_unknown_architecture_lists_the_known_ones(tmp_path):

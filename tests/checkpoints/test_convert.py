@@ -244,6 +244,22 @@ def test_layers_that_were_stacked_and_optimizer_states(tmp_path):
         assert not list(written.folder.glob("state.*"))
 
 
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({}, ""),
+        (dict(scale_decoder_outputs=True), "scale_decoder_outputs other than"),
+        (dict(num_buckets=8), "num_buckets=8"),
+    ],
+)
+def test_a_line_says_what_the_network_of_t5x_cannot_compute(changes, expected, tmp_path):
+    config = dataclasses.replace(make.TINY, **dict(num_buckets=32, max_distance=128) | changes)
+    model, lines = make.model_of(make.random_params(config), config), []
+    sd.save(model, tmp_path / "out", format="t5x_legacy", say=lines.append)
+    said = [line for line in lines if "T5X's network" in line]
+    assert len(said) == bool(expected) and all(expected in line for line in said)
+
+
 def test_an_output_that_holds_something_is_rejected(tmp_path):
     make.FORMATS["own"](tmp_path / "source")
     (tmp_path / "empty").mkdir()

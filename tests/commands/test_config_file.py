@@ -9,6 +9,7 @@ from golden_models import GOLDEN
 import specdec_jax as sd
 from specdec_jax.commands import main
 from specdec_jax.commands.generate import GenerateOptions
+from specdec_jax.speculative.adaptive_gamma import Auto
 
 pytestmark = pytest.mark.usefixtures("quick")
 TEXTS = ["The ferry stayed", "She"]
@@ -152,6 +153,15 @@ CHANGED = [
 def test_flags_change_a_policy_of_the_file(flags, gamma):
     config = sd.GenerationConfig(gamma=POLICY)
     assert GenerateOptions(config=config, **flags).configuration().gamma == gamma
+
+
+def test_a_policy_that_no_flag_names_stays_unless_a_flag_is_given():
+    given = Auto(acceptance=0.5)
+    config = sd.GenerationConfig(gamma=given)
+    assert GenerateOptions(config=config).configuration().gamma is given
+    assert GenerateOptions(config=config, gamma=3).configuration().gamma == 3
+    changed = GenerateOptions(config=config, gamma_policy="heuristic").configuration().gamma
+    assert changed == sd.Heuristic(given.maximum)
 
 
 @pytest.mark.parametrize("suffix", ["gin", "json"])

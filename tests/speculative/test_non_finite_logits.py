@@ -257,6 +257,39 @@ def test_nan_from_a_processor_is_reported(temperature):
             generate(whole(0), [[3, 1]], sampling=sampling, max_new_tokens=5, **options)
 
 
+TREE = Tree.uniform((2, 2))
+FILTERED = {
+    "min_p": (dict(temperature=1.0, min_p=0.05), dict(verifier="gumbel")),
+    "top_k": (dict(temperature=1.0, top_k=5), dict(verifier="gumbel")),
+    "mixed": (dict(temperature=[0.0, 1.0]), dict(verifier="gumbel")),
+    "mixed, tree": (dict(temperature=[0.0, 1.0]), dict(tree=TREE)),
+}
+
+
+@tiers.parametrize("case", list(FILTERED), first=2)
+@pytest.mark.parametrize("drafts", [False, True])
+def test_nan_from_a_processor_passes_filters_and_mixed_temperatures(case, drafts):
+    """Of a position that has lost its NaN the first id would be the greatest."""
+    sampling, options = FILTERED[case]
+    if drafts:
+        options = options | dict(drafter=ModelDrafter(whole(1)))
+        options |= {} if "tree" in options else dict(gamma=3)
+    elif "tree" in options:
+        return
+
+    def broken(tokens, lengths, logits):
+        return jnp.where(lengths[:, None] > 2, jnp.nan, logits)
+
+    with pytest.raises(NonFiniteLogitsError, match="at new token 2"):
+        generate(
+            whole(0),
+            INPUTS[:2],
+            sampling=SamplingConfig(**sampling, processor=broken),
+            max_new_tokens=5,
+            **options,
+        )
+
+
 @pytest.mark.parametrize("ids", [slice(None), 5])
 def test_nan_from_a_processor_is_no_maximum_in_a_wide_vocabulary(ids):
     """A CPU's maximum of many numbers may pass over NaN, and of NaN alone be −inf."""

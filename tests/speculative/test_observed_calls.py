@@ -154,3 +154,13 @@ def test_a_drafter_that_reads_states_leaves_the_argmax_path(options, monkeypatch
         request.drafter,
         state,
     )
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_certain_tokens_join_a_model_that_samples(reads):
+    """Also where the part is drafted in a loop, as one that reads the target's calls is."""
+    model = sd.ModelDrafter(tiny_t5(1, V))
+    options = dict(sampling=sd.SamplingConfig(temperature=1.0), key=jax.random.key(0), **OPTIONS)
+    drafter = sd.HorizontalCascade(Recorder(reads_states=reads), model, 2)
+    result = sd.generate(TARGET, INPUTS, drafter=drafter, gamma=GAMMA, **options)
+    assert 0 < result.stats.accepted < result.stats.drafted
