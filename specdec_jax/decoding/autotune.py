@@ -37,7 +37,7 @@ from specdec_jax.files import user_cache, writing
 from specdec_jax.files.reading import quote_value, read_json
 from specdec_jax.models.network import Network
 from specdec_jax.models.padding import bucket_length
-from specdec_jax.speculative.adaptive_gamma import MAXIMUM, Auto
+from specdec_jax.speculative.adaptive_gamma import MAXIMUM, PROBE, Auto
 from specdec_jax.speculative.drafter import Drafter, FullDrafter
 from specdec_jax.speculative.iteration import ChainDecoding
 from specdec_jax.speculative.prefill import PrefillInputs
@@ -131,10 +131,12 @@ class Costs(NamedTuple):
             # An iteration without a draft costs a little more in a program that may draft than in
             # one that never does.
             best = self._expected(rows, rate).min() + self.prefill / learned.expected_length(limit)
-            if not look and best >= 1 / (1 + _GAIN_KNOWN):
+            if learned.examined and not look and best >= 1 / (1 + _GAIN_KNOWN):
                 return None
+            rate = max(rate, self.acceptance) if look else rate
         if rows > 1:
-            costs[1 + np.argmin(self._expected(rows, rate)) :] = _NEVER
+            most = max(PROBE, int(np.argmin(self._expected(rows, rate))))
+            costs[1 + most :] = _NEVER
         return _make_policy(tuple(costs.tolist())).with_numbers(**begin)
 
 
@@ -184,7 +186,7 @@ def autotune(plan: Plan, first: bool = False, once: bool = False) -> Plan:
     """
     if plan.auto_rows is None:
         return plan
-    costs, rows, limit = find_costs(plan), plan.auto_rows, int(max(plan.limits))
+    costs, rows, limit = find_costs(plan), plan.auto_rows, int(plan.limits.max())
     if not costs.pays(rows, plan.may_learn and not once, limit):
         return plan.plainly()
     learned, own = None, f"{costs_key(plan)} {_identify(plan.network)} {_identify(plan.drafter)}"
@@ -198,6 +200,12 @@ def autotune(plan: Plan, first: bool = False, once: bool = False) -> Plan:
     return dataclasses.replace(plan, policy=policy, learned_key=own, auto_rows=None)
 
 
+def may_pay(plan: Plan) -> bool:
+    """Returns whether drafting may pay for some requests of a plan with γ = "auto"."""
+    assert plan.auto_rows is not None, "its γ is chosen"
+    return find_costs(plan).pays(plan.auto_rows, plan.may_learn, int(plan.limits.max()))
+
+
 def find_costs(plan: Plan) -> Costs:
     """Returns the costs of a plan with γ = "auto"; measures and keeps them if nobody has."""
     key = costs_key(plan)
@@ -206,7 +214,7 @@ def find_costs(plan: Plan) -> Costs:
         assert plan.drafter is not None and plan.auto_rows is not None, "without a drafter γ is 0"
         timed = dataclasses.replace(plan, policy=Auto().rows(len(plan.limits)))
         numbers = np.arange(plan.auto_rows // plan.samples) % len(plan.limits)
-        arguments = timed.arguments(numbers, bucket_length(int(max(plan.input_lengths))))
+        arguments = timed.arguments(numbers, bucket_length(int(plan.input_lengths.max())))
         init = functools.partial(_init_drafter, *arguments)
         costs = measure(plan.network, plan.drafter, prefill(*arguments), init)
         save_costs(key, costs)
@@ -341,7 +349,7 @@ def costs_key(plan: Plan) -> str:
 
     The lengths of inputs and outputs are rounded up to a power of two.
     """
-    config, sizes = plan.config, (bucket_length(int(max(plan.input_lengths))), plan.slots)
+    config, sizes = plan.config, (bucket_length(int(plan.input_lengths.max())), plan.slots)
     assert plan.drafter is not None and plan.auto_rows is not None, "without a drafter γ is 0"
     assert isinstance(config, StaticConfig), "a beam search has no automatic γ"
     length, slots = (max(64, 2 ** (int(size) - 1).bit_length()) for size in sizes)
@@ -424,7 +432,8 @@ def _identify(node: Any) -> int:
     refs, number = _numbered.get(place, ([], -1))
     if number < 0 or any(ref() is not array for ref, array in zip(refs, arrays, strict=True)):
         number = next(_NUMBERS)
-        _numbered[place] = [weakref.ref(array) for array in arrays], number
+        refs = [weakref.ref(array, lambda _: _numbered.pop(place, None)) for array in arrays]
+        _numbered[place] = refs, number
     return number
 
 

@@ -147,14 +147,13 @@ def decode_stream(
     if unknown := [number for number in left_out if not 0 <= number < len(plan.lengths)]:
         expected = f"numbers of inputs, from 0 to {len(plan.lengths) - 1}"
         raise mismatch_error("skip", arguments.quote(unknown[0]), expected)
-    skipped, learns = frozenset(map(int, left_out)), learner is not None
-    whole = refill is False or config.deadline is not None
-    whole = whole or not plan.config.strategy.commits_tokens
-    if learns:  # what it has accepted tells nothing of the drafter that it began with
-        plan = dataclasses.replace(autotune.autotune(plan, True, True), learned_key=None)
-    elif plan.auto_rows is not None:  # parts choose γ anew; what iterations cost is measured now
-        autotune.find_costs(plan)
-    if whole:
+    if learner is not None:  # what it has accepted tells nothing of the drafter it began with
+        plan = autotune.autotune(plan, first=True, once=True)
+        plan = dataclasses.replace(plan, learned_key=None)
+    elif not _chooses_anew(plan):
+        plan = autotune.autotune(plan, once=True)
+    skipped, whole = frozenset(map(int, left_out)), refill is False or config.deadline is not None
+    if whole or not plan.config.strategy.commits_tokens:
         outputs = _decode_batches(target, plan, batch_size, skipped, learner)
     else:
         waits = refill is None and learner is None and may_wait(plan)
@@ -244,8 +243,21 @@ def may_refill(batch_size: int, inputs: int, deadline: float | None) -> bool:
 
 def may_wait(plan: Plan) -> bool:
     """Returns whether rows that are done cost little, so that they may wait for others."""
-    learns = plan.drafter is not None and plan.drafter.remembers
-    return plan.network.skips_padding and plan.network.rules is None and not learns
+    return plan.network.skips_padding and plan.network.rules is None and not _remembers(plan)
+
+
+def _remembers(plan: Plan) -> bool:
+    return plan.drafter is not None and plan.drafter.remembers
+
+
+def _chooses_anew(plan: Plan) -> bool:
+    """Returns whether parts of a job choose γ = "auto" by what those before have shown.
+
+    Another choice needs another program, for whose compilation a deadline leaves no time.
+    """
+    if plan.auto_rows is None or not plan.may_learn or plan.deadline is not None:
+        return False
+    return not _remembers(plan) and autotune.may_pay(plan)
 
 
 def _yield_in_order(outputs: Iterable[tuple[int, tuple[Output, ...]]]) -> Iterator[Output]:
@@ -275,12 +287,12 @@ def _decode_batches(
 ) -> Iterator[tuple[int, tuple[Output, ...]]]:
     """Yields the outputs of batches of like length, but of those that are skipped whole."""
     order = np.argsort(plan.lengths + plan.prefix_lengths, kind="stable").tolist()
-    for first in range(0, len(order), size):
-        numbers, start_time = order[first : first + size], time.monotonic()
-        if skip.issuperset(numbers):
-            continue
-        plan = update_drafter(target, plan, learner)
-        chosen = autotune.autotune(plan)  # learns from the batches before
+    batches = [order[first : first + size] for first in range(0, len(order), size)]
+    batches = [numbers for numbers in batches if not skip.issuperset(numbers)]
+    for place, numbers in enumerate(batches):
+        plan, start_time = update_drafter(target, plan, learner), time.monotonic()
+        if place % _WINDOW == 0 or learner is not None:
+            chosen = autotune.autotune(plan)
         result = complete(target, chosen, numbers + [-1] * (size - len(numbers)), start_time)
         outputs = iter(_collect_outputs(result))
         for number in numbers:
@@ -337,18 +349,18 @@ def _decode_queues(
 ) -> Iterator[tuple[int, tuple[Output, ...]]]:
     """Yields the outputs of inputs; `waits`: rows of a queue wait, until they have waited long.
 
-    With γ = "auto" for argmax, long queues are decoded in parts, which learn from those before.
+    Where γ = "auto" is chosen anew, it is for each queue, and in long ones for each part.
     """
     divide, caches = make_batches if waits else make_queues, ()
     for width, numbers in divide(plan.input_lengths.tolist(), size):
-        left = [number for number in numbers if number not in skip]
-        learns = plan.auto_rows is not None and plan.may_learn
-        most = _WINDOW * size if learns else max(len(left), 1)
-        for first in range(0, len(left), most):
+        left, still = [number for number in numbers if number not in skip], waits
+        most = len(left) if plan.auto_rows is None else _WINDOW * size
+        for first in range(0, len(left), max(most, 1)):
             part = left[first : first + most]
-            rows = Rows(autotune.autotune(plan, once=not learns), size, width, part, waits, caches)
+            rows = Rows(autotune.autotune(plan), size, width, part, still, caches)
+            caches = ()  # of another plan they would only take memory
             yield from _decode_rows(target, rows, learner)
-            caches = rows.take_caches()
+            caches, still = rows.take_caches(), rows.waits
 
 
 def _decode_rows(

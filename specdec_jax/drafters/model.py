@@ -24,6 +24,7 @@ from specdec_jax.drafters.drafting import (
 )
 from specdec_jax.drafters.shortlist import Shortlist, check_shortlist
 from specdec_jax.drafters.tree_levels import draft_with_model
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
@@ -99,10 +100,14 @@ class ModelDrafter(NetworkDrafter, BeamDrafter):
             float32 to 16 bits, without the package's own kernels to 8.
 
         Raises:
-          ValueError: an empty shortlist, ids that are not ascending or that the model lacks, or no
-            id that ends a sequence.
+          ValueError: an empty shortlist, ids that are not ascending or that the model lacks, no id
+            that ends a sequence, or either option with a `matmul_dtype`.
         """
         arguments.check_model("model", model)
+        if (shortlist is not None or int8) and getattr(model.config, "matmul_dtype", None):
+            name = "int8" if shortlist is None else "shortlist"
+            got = f"one for a model with matmul_dtype={model.config.matmul_dtype!r}"
+            raise mismatch_error(name, got, "a model without it")
         self.model, self.network, self.shortlist = model, model.network, None
         self.int8 = arguments.check_flag("int8", int8) and not model.quantized
         if shortlist is not None:

@@ -26,6 +26,13 @@ LISTED = [1, 3, 4, 5, 8, 9, 11, 13]
 OFF_LIST = sorted(set(range(V)) - set(LISTED))
 
 
+@pytest.mark.parametrize("options", [dict(shortlist=LISTED), dict(int8=True)])
+def test_a_dtype_of_products_is_rejected(options):
+    model = sd.LanguageModel.random(tiny_t5(0).config.replace(matmul_dtype="bfloat16"))
+    with pytest.raises(ValueError, match="matmul_dtype='bfloat16', expected a model without it"):
+        sd.ModelDrafter(model, **options)
+
+
 def test_greedy_output_is_that_of_plain_decoding():
     """γ of 1 to 4, prefixes of 0 to 4 tokens, one new token; the list is a traced array."""
     result, whole = decode(sd.ModelDrafter(DRAFT, LISTED)), decode(sd.ModelDrafter(DRAFT))

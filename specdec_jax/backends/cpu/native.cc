@@ -1107,6 +1107,7 @@ static ffi::Error LogSums(ffi::ThreadPool pool, Floats x, Out<ffi::F32> greatest
   const auto xs = x.dimensions();
   const int64_t V = xs.size() ? xs[xs.size() - 1] : 0, rows = xs.size() ? count(xs, 0, xs.size() - 1) : 0;
   if (!V || V > INT32_MAX || !has(*greatest, rows) || !has(*log_sums, rows)) return unfit("log-sums: shapes do not fit");
+  if (!rows) return ffi::Error::Success();
   const float* from = x.typed_data();
   float *most = greatest->typed_data(), *logs = log_sums->typed_data();
   const int64_t threads = pool.num_threads() > 1 ? pool.num_threads() : 1, share = (rows + threads - 1) / threads;
@@ -1472,7 +1473,7 @@ static bool read_further(Floats keys, Floats values, Integers lengths, const Cac
   const auto ks = keys.dimensions();
   const int64_t L = keys.element_count() && ks.size() >= 2 ? ks[ks.size() - 2] : 0, size = of.B * of.G * L * of.K;
   to = {keys.typed_data(), values.typed_data(), lengths.typed_data(), of.G, L, of.K};
-  return has(keys, size) && has(values, size) && has(lengths, L ? of.B : 0);
+  return has(keys, size) && has(values, size) && (has(lengths, of.B) || (!L && has(lengths, 0)));
 }
 
 // Does what `attend_all` does, over further keys and values, too, if there are any.
