@@ -41,9 +41,7 @@ from tools.results.cases import (
 )
 from tools.results.copying import time_edits
 from tools.results.stage import Row, Rows, Settings, Skipped
-from tools.results.texts import find_text, read_sentences, require_pairs
-
-TEXTS = ("ende", "wiki_pe", "wikitext2", "scitldr", "dialogsum")
+from tools.results.texts import TEXTS, find_text, read_sentences, require_pairs
 
 
 def measure_pair(settings: Settings) -> Rows:

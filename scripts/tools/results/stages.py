@@ -35,11 +35,12 @@ STAGES: dict[str, Stage] = {
     "limits": Stage("one row", (0.5, 0.5), limits.measure_limits, limits.format_limit),
     "texts": Stage(_OVER_PLAIN, (4, 0.8), pair.measure_texts, format_speed, by_sentence=True),
     "auto": Stage(
-        "64 inputs, 8 or 32 at a time: over plain; inputs a second",
-        (4, None),
+        "64 inputs: over plain; inputs a second",
+        (12, None),
         whole_files.measure_auto,
         whole_files.format_file,
         whole_files.format_gain,
+        once=True,
     ),
     "drafters": Stage(
         _OVER_PLAIN, (9, 2.2), pair.measure_drafters, format_speed, format_brief, by_sentence=True

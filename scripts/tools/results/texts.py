@@ -11,6 +11,7 @@ from specdec_jax.models.padding import bucket_length
 from tools.results.cases import load_target
 from tools.results.stage import Settings, Skipped
 
+TEXTS = ("ende", "wiki_pe", "wikitext2", "scitldr", "dialogsum")
 # The padded length of a quick run's sentences, and how many it looks at.
 _PADDED, _SCANNED = 24, 600
 

@@ -17,7 +17,7 @@ from specdec_jax.models.language_model import LanguageModel
 from tools.results import peers
 from tools.results.cases import NEW_TOKENS, forget_programs, load_target, make_bundled
 from tools.results.stage import Row, Rows, Settings
-from tools.results.texts import read_texts
+from tools.results.texts import TEXTS, read_texts
 
 # What `decode_stream` is told of refilling rows.
 _REFILL = {"like length": False, "refilled": True, "the default": None}
@@ -123,7 +123,7 @@ def decode_batches(ids: list[list[int]], way: str, **options: Any) -> list[list[
 def measure_auto(settings: Settings) -> Rows:
     """Measures γ = "auto" beside fixed γ, where rows are decoded together."""
     rows: Rows = {}
-    texts = read_texts(settings, ("ende", "dialogsum"), 64)
+    texts = read_texts(settings, TEXTS, 64)
     for form, label in (("none", "float32"), ("int8", "int8")):
         forget_programs()
         target, drafts = load_target(form), dict(drafter=make_bundled())
