@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
@@ -97,15 +96,10 @@ class LanguageModel:
         self.encoder_fingerprint, self.generation_config = encoder_fingerprint, generation_config
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
         if not donate_params:
-            # Arrays of 64 bits can be made where `jax_enable_x64` is on. The CPU's own kernels take
-            # no other dtype than theirs.
-            one_dtype = rules is None and packed_weights.can_pack(config.dtype)
-
-            def convert(leaf: Any) -> Any:
-                other = one_dtype and jnp.issubdtype(leaf.dtype, jnp.floating)
-                return leaf.astype(config.dtype) if other or leaf.dtype == np.float64 else leaf
-
-            params = jax.tree.map(convert, params)
+            # Arrays of 64 bits can be made where `jax_enable_x64` is on.
+            params = jax.tree.map(
+                lambda leaf: leaf.astype(config.dtype) if leaf.dtype == np.float64 else leaf, params
+            )
         self.quantized, self.input_bits = weight_layouts.describe_rounding(params)
         check_own_network(config, rules, self.quantized)
         alone = rules is None and not config.matmul_dtype and config.uses_backend

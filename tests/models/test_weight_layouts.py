@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from toy_models import noisy_copy, tiny_t5
@@ -113,15 +112,6 @@ def test_other_dtypes_and_backends_keep_their_weights(dtype, backend, monkeypatc
     assert packed_weights.can_pack("float32")
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert not packed_weights.can_pack(dtype)
-
-
-def test_weights_of_another_dtype_are_converted_for_the_kernels():
-    config, params = model().config, model().params
-    params = jax.tree.map(lambda x: np.asarray(x).astype(ml_dtypes.bfloat16), params)
-    widened = jax.tree.map(lambda x: np.asarray(x, np.float32), params)
-    found, expected = (LanguageModel(config, one) for one in (params, widened))
-    assert {leaf.dtype for leaf in jax.tree.leaves(found.network.params)} == {np.dtype("float32")}
-    np.testing.assert_array_equal(*(m.logits(INPUTS, INPUTS[:, ::-1]) for m in (found, expected)))
 
 
 def test_norms_of_a_cross_attentions_keys_come_after_their_joint_product(monkeypatch):

@@ -6,12 +6,12 @@ MOST = 1.2  # of the weights' size
 
 
 def find_least(measure: Callable[[], float]) -> float:
-    """Returns the least of up to three ratios, the first that is small enough at once.
+    """Returns the least of up to five ratios, the first that is small enough at once.
 
     XLA's threads free memory when they get to it, which is late where others want the cores.
     """
     ratios: list[float] = []
-    while len(ratios) < 3 and not (ratios and ratios[-1] <= MOST):
+    while len(ratios) < 5 and not (ratios and ratios[-1] <= MOST):
         ratios.append(measure())
     print(ratios)
     return min(ratios)
