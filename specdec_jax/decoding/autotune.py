@@ -182,7 +182,7 @@ def autotune(plan: Plan, first: bool = False, once: bool = False) -> Plan:
     Args:
       plan: the checked arguments.
       first: whether to draft as at the first call of a kind, whatever earlier requests have shown.
-      once: whether the choice is for more requests than one, which cannot learn from one another.
+      once: whether the choice is for all inputs of a job, so that later ones cannot learn from it.
     """
     if plan.auto_rows is None:
         return plan

@@ -100,7 +100,8 @@ def decode_stream(
 
     Each input gets what `generate` gives for it with the same options and its own key, which is
     `fold_in(key, i)` for input i. With `gamma="auto"` this holds for argmax; above temperature 0 it
-    holds for the same number of rows, because measured costs belong to a number of rows.
+    holds for the same number of rows, because measured costs belong to a number of rows. For argmax
+    γ is chosen anew for each queue and after 64 batches, by what came before.
 
     Args:
       target, inputs: as for `generate`.
