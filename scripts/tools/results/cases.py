@@ -22,6 +22,8 @@ from specdec_jax.models.language_model import LanguageModel
 from tools.results.stage import Row
 
 NEW_TOKENS = 64
+# The row of γ = "auto" in a table; those of a fixed γ begin with `FIXED`.
+AUTO, FIXED = '`gamma="auto"`', "γ = "
 
 
 @functools.cache
@@ -116,7 +118,29 @@ def time_cases(
             batch.decode_with(run.decode)
     variants.time_passes(runs, batches, passes, "timing")
     base = next(iter(runs.values()))
-    return {name: describe_run(run, base) for name, run in runs.items()}
+    rows = {name: describe_run(run, base) for name, run in runs.items()}
+    add_over_fixed(rows, {name: run.seconds for name, run in runs.items()})
+    return rows
+
+
+def add_over_fixed(rows: Mapping[str, Row], seconds: Mapping[str, Sequence[float]]) -> None:
+    """Adds the speed of γ = "auto" over the best fixed γ's to its row, from two passes on.
+
+    Which γ is the best in a pass is told by the other passes: else it would be a lucky one.
+
+    Args:
+      rows: the rows by name.
+      seconds: of each pass, by name.
+    """
+    fixed = {name: np.array(times) for name, times in seconds.items() if name.startswith(FIXED)}
+    if AUTO not in rows or not fixed or len(seconds[AUTO]) == 1:
+        return
+    over = []
+    for turn, auto in enumerate(seconds[AUTO]):
+        others = {name: np.median(np.delete(times, turn)) for name, times in fixed.items()}
+        best = min(others, key=lambda name: others[name])
+        over.append(fixed[best][turn] / auto)
+    rows[AUTO]["over_fixed"] = summarize(over)
 
 
 def _make_decoder(
@@ -161,8 +185,15 @@ def format_speed(row: Row) -> str:
         text += f", α {row['alpha']:.2f}"
     if _differs_in_calls(row):
         text += f", {row['tokens_per_call']:.2f} tokens a call"
-    text += f", {row['ms_per_token']:.2f} ms a token"
+    text += f", {row['ms_per_token']:.2f} ms a token" + format_over_fixed(row)
     return text + f", {row['sentences']} sentences" * (gain["least"] == gain["most"] == 1)
+
+
+def format_over_fixed(row: Row) -> str:
+    """Returns the speed over the best fixed γ's, with a comma; "" where there is none."""
+    if "over_fixed" not in row:
+        return ""
+    return f", {row['over_fixed']['median']:.2f} of the best fixed γ"
 
 
 def format_brief(row: Row) -> str:

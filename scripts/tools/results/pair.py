@@ -30,6 +30,8 @@ from specdec_jax.speculative.policies import (
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.trees import DynamicTree, Tree
 from tools.results.cases import (
+    AUTO,
+    FIXED,
     NEW_TOKENS,
     Case,
     drafts,
@@ -65,14 +67,12 @@ def measure_texts(settings: Settings) -> Rows:
     rows: Rows = {}
     for form, label in (("none", "float32"), ("int8", "int8")):
         forget_programs()
-        cases = {"plain": Case(form)} | {f"γ = {gamma}": drafts(gamma, form) for gamma in (2, 4, 6)}
-        cases |= {
-            '`gamma="auto"`': drafts("auto", form),
-            "`Calibrated`": drafts(Calibrated(8), form),
-        }
+        fixed = {f"{FIXED}{gamma}": drafts(gamma, form) for gamma in (2, 4, 6)}
+        others = {AUTO: drafts("auto", form), "`Calibrated`": drafts(Calibrated(8), form)}
+        cases = {"plain": Case(form)} | fixed | others
         texts = read_sentences(settings, TEXTS, settings.choose(12, 3))
         for name, text in texts.items():
-            rows[f"{name} {label}"] = time_cases(cases, text, settings.choose(3, 2))
+            rows[f"{name} {label}"] = time_cases(cases, text, settings.choose(7, 2))
     return rows
 
 

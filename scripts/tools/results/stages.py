@@ -33,10 +33,10 @@ STAGES: dict[str, Stage] = {
     ),
     "steps": Stage("one row", (2, 1), pair.measure_steps, format_step),
     "limits": Stage("one row", (0.5, 0.5), limits.measure_limits, limits.format_limit),
-    "texts": Stage(_OVER_PLAIN, (4, 0.8), pair.measure_texts, format_speed, by_sentence=True),
+    "texts": Stage(_OVER_PLAIN, (8, 0.8), pair.measure_texts, format_speed, by_sentence=True),
     "auto": Stage(
         "64 inputs: over plain; inputs a second",
-        (12, None),
+        (20, None),
         whole_files.measure_auto,
         whole_files.format_file,
         whole_files.format_gain,

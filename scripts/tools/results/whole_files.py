@@ -15,7 +15,16 @@ from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.models.language_model import LanguageModel
 from tools.results import peers
-from tools.results.cases import NEW_TOKENS, forget_programs, load_target, make_bundled
+from tools.results.cases import (
+    AUTO,
+    FIXED,
+    NEW_TOKENS,
+    add_over_fixed,
+    forget_programs,
+    format_over_fixed,
+    load_target,
+    make_bundled,
+)
 from tools.results.stage import Row, Rows, Settings
 from tools.results.texts import TEXTS, read_texts
 
@@ -49,7 +58,7 @@ def time_ways(ways: Mapping[str, Callable[[], list]], passes: int) -> dict[str, 
             outputs[label] = ways[label]()
             seconds[label].append(time.perf_counter() - start)
     base, first = np.array(next(iter(seconds.values()))), next(iter(outputs.values()))
-    return {
+    rows: dict[str, Row] = {
         label: {
             "sentences_per_second": len(first) / float(np.median(times)),
             "improvement": summarize(base / np.array(times)),
@@ -57,6 +66,8 @@ def time_ways(ways: Mapping[str, Callable[[], list]], passes: int) -> dict[str, 
         }
         for label, times in seconds.items()
     }
+    add_over_fixed(rows, seconds)
+    return rows
 
 
 def count_differing(ours: Iterable[Any], theirs: Iterable[Any]) -> int:
@@ -81,8 +92,9 @@ def format_file(row: Row) -> str:
 
 
 def format_gain(row: Row) -> str:
-    """Returns the speed over the first row's, and sentences a second."""
-    return f"{row['improvement']['median']:.2f}; {row['sentences_per_second']:.0f}"
+    """Returns the speed over the first row's, sentences a second, and beside the best fixed γ."""
+    gain, speed = row["improvement"]["median"], row["sentences_per_second"]
+    return f"{gain:.2f}; {speed:.0f}" + format_over_fixed(row)
 
 
 def measure_batching(settings: Settings) -> Rows:
@@ -131,9 +143,9 @@ def measure_auto(settings: Settings) -> Rows:
             decode = functools.partial(decode_file, target, encode(target, text, 512), size)
             ways: dict[str, Callable[[], list]] = {"plain": decode}
             for gamma in (2, 4, "auto"):
-                case = f"γ = {gamma}" if gamma != "auto" else '`gamma="auto"`'
+                case = f"{FIXED}{gamma}" if gamma != "auto" else AUTO
                 ways[case] = functools.partial(decode, gamma=gamma, **drafts)
-            rows[f"{name} {label} {size}"] = time_ways(ways, 3)
+            rows[f"{name} {label} {size}"] = time_ways(ways, 9)
     return rows
 
 
