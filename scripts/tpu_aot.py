@@ -9,7 +9,8 @@
     python scripts/tpu_aot.py --mesh=1x4                      # on the four chips of a v4-8
     python scripts/tpu_aot.py --num_beams=4 --gamma=3 --iteration     # speculative beam search
     python scripts/tpu_aot.py --drafter=eagle:t5_1_1/large --drafter_layers=1 --iteration
-    python scripts/tpu_aot.py --drafter=suffix --gamma=16 --iteration    # or lookahead, recycling
+    python scripts/tpu_aot.py --drafter=suffix --gamma=16 --iteration    # or recycling
+    python scripts/tpu_aot.py --drafter=lookahead --iteration
     python scripts/tpu_aot.py --target=t5gemma/9b-2b --drafter=t5gemma/b-b --gamma=4 --calls
 
 The programs are the package's: `prefill` (both encoders) and `advance` (draft γ, verify, commit, in

@@ -84,11 +84,12 @@ def encoder_seconds(padded: Sequence[int], times: Times, drafts: bool) -> float:
 def bound_by_oracle(gamma: int, alpha: float, times: Times) -> dict[str, float | None]:
     """Returns the bounds of every policy of γ with this α (per position of the output) and c.
 
-    They hold if target calls cost the same at any width. A value is None if there is no bound.
+    They hold if target calls cost the same at any width. Where drafting costs more than it saves,
+    the best policy never drafts. A value is None if there is no bound.
     """
     bounds = {
         "tokens_per_target_call": formulas.oracle_tokens(alpha),
-        "improvement": formulas.oracle_improvement(alpha, cost_ratio(gamma, times)),
+        "improvement": max(1.0, formulas.oracle_improvement(alpha, cost_ratio(gamma, times))),
     }
     return {name: value if np.isfinite(value) else None for name, value in bounds.items()}
 

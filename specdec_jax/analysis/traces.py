@@ -56,15 +56,17 @@ def token_text(token: int, target: LanguageModel) -> str:
 
 
 def call_spans(
-    steps: Sequence[TraceStep], gamma: int, padded: int, times: Times
+    steps: Sequence[TraceStep], gamma: int, padded: int, times: Times, varies: bool = False
 ) -> list[tuple[str, float]]:
     """Returns (kind of call, seconds) of every call that the iterations made.
 
     Seconds are medians of single steps. If a model drafts, the first step after a full acceptance
     is a call over two positions. With γ = 0 decoding is plain. `padded` is the padded length of the
-    input, and `times` has the names of `timing.step_variants`.
+    input, and `times` has the names of `timing.step_variants`. If the drafter `varies`, a call
+    without a draft is over one position.
     """
-    call = times[f"verify {gamma}" if gamma else "target step"].median
+    plain = times["target step"].median
+    call = times[f"verify {gamma}"].median if gamma else plain
     drafts = gamma > 0 and "draft step" in times
     draft = pair = 0.0
     if drafts:
@@ -79,7 +81,7 @@ def call_spans(
         if drafts and step.gamma:
             seconds = [pair if whole else draft] + [draft] * (step.gamma - 1)
             found += [("draft step", one) for one in seconds]
-        found.append(("target call", call))
+        found.append(("target call", plain if varies and not step.gamma else call))
         whole = 0 < step.gamma == len(step.accepted)
     return found
 
@@ -100,6 +102,7 @@ def make_example(
         how = options.decoding(plain=not gamma) | {"drafter": drafter if gamma else None}
         steps = trace(target, batch.inputs[0], gamma=gamma, key=batch.keys, **how)
         shown = trace_lines(steps, target) if gamma else []
-        seconds = call_spans(steps, gamma, batch.padded, times)
+        varies = drafter is not None and drafter.varies
+        seconds = call_spans(steps, gamma, batch.padded, times, varies)
         variants.append({"gamma": gamma, "lines": shown, "spans": seconds})
     return {"input": batch.inputs[0], "variants": variants}

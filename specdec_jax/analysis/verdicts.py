@@ -125,11 +125,13 @@ def describe_tokens(
     which differ, were not compared. `near_ties` says whether all differences are, if it is known.
     """
     most = max((count for count in differing if count is not None), default=None)
+    others = "; of other ways of drafting, which sample anew or are lossy, they were not compared"
+    others *= None in differing
     if most == 0:
-        return f"tokens are equal to {plain}'s for all {inputs} inputs"
+        return f"tokens are equal to {plain}'s for all {inputs} inputs{others}"
     if most is not None:
         kind = {True: ", all near-ties", False: ", not all of them near-ties", None: ""}[near_ties]
-        return f"tokens differ from {plain}'s for {most} of {inputs} inputs{kind}"
+        return f"tokens differ from {plain}'s for {most} of {inputs} inputs{kind}{others}"
     if options.get("synthetic_alpha"):
         return "acceptance is synthetic: outputs mean nothing"
     if options["verifier"] in LOSSY:

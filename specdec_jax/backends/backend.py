@@ -73,22 +73,16 @@ class Backend:
 
         Later values are set to 0. `positions[b] + T` must not exceed S, since XLA clamps the start
         of a slice and would overwrite valid slots instead. The decode loop chooses S accordingly.
+
+        A value that is not finite is stored as 0, and the same feature of its key as NaN: only
+        queries that attend to the token become NaN. Others of the same call multiply its value by
+        0, and a drafted token may never be committed.
         """
+        key, value = _move_failures(key, value)
         valid = jnp.arange(cache.slots) < positions[:, None] + key.shape[2]
         valid = valid[:, None, :, None] if cache.value.ndim == 4 else valid[:, :, None]
         value = jnp.where(valid, kv_cache.write_slots(cache.value, value, positions, self.rules), 0)
         return KVCache(kv_cache.write_slots(cache.key, key, positions, self.rules), value)
-
-    def append_nodes(
-        self, cache: KVCache, key: ByHeads, value: ByHeads, positions: PerRow
-    ) -> KVCache:
-        """Does what `append` does, for nodes of trees, from slots `positions[b]` on.
-
-        Values that are not finite are set to 0. A query that does not see a node multiplies its
-        value by 0, and must not get NaN from a node that may never become a token. The node's own
-        logits are NaN all the same, by way of its hidden state.
-        """
-        return self.append(cache, key, jnp.where(jnp.isfinite(value), value, 0), positions)
 
     def move_slots(self, cache: KVCache, sources: Int[Array, "B M"], starts: PerRow) -> KVCache:
         """Copies the slots `sources` of every row to the slots from `starts` on."""
@@ -127,10 +121,8 @@ class Backend:
         parts = xla.split_projected(qkv, cache.batch, heads, heads_per_tile)
         query, key, value = parts[0], parts[1][:, :, : call.count], parts[2][:, :, : call.count]
         query = xla.divide(query, heads.divisor)
-        if call.nodes is not None:
-            cache = self.append_nodes(cache, key, value, call.nodes.starts)
-        else:
-            cache = self.append(cache, key, value, call.positions)
+        starts = call.positions if call.nodes is None else call.nodes.starts
+        cache = self.append(cache, key, value, starts)
         how = call.mask, bias, heads, heads_per_tile, call.more
         return xla.attend(query, cache, *how), cache
 
@@ -246,21 +238,14 @@ class AcceleratorBackend(Backend):
         return cache.widen(_whole_tiles(slots))
 
     def append(self, cache: KVCache, key: ByHeads, value: ByHeads, positions: PerRow) -> KVCache:
-        """Does what `Backend.append` does, but leaves the values past the new ones.
-
-        A value that is not finite is stored as 0, and the same feature of its key as NaN: only
-        queries that attend to the token become NaN.
-        """
-        finite = jnp.isfinite(value)
-        key, value = jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0)
+        """Does what `Backend.append` does, but leaves the values past the new ones."""
+        key, value = _move_failures(key, value)
         if len(key) > 1 and self.rules is None:
             key, value = (
                 jax.lax.platform_dependent(x, tpu=kv_cache.lay_out_by_rows, default=lambda x: x)
                 for x in (key, value)
             )
         return self._write(cache, key, value, positions)
-
-    append_nodes = append  # no value is NaN
 
     def _take(self, buffer: Float[Array, "*B H S K"], sources: Int[Array, "B M"]) -> ByHeads:
         if self.rules is not None or sources.size > _MAX_MOVED:
@@ -420,6 +405,12 @@ def choose_backend(
         return CPUBackend()
     kind = {"cpu": Backend, "tpu": TPUBackend}.get(platform, GPUBackend)
     return kind(rules is None or rules.parts == 1, rules)
+
+
+def _move_failures(key: ByHeads, value: ByHeads) -> tuple[ByHeads, ByHeads]:
+    """Returns finite values: where one was not, the key has NaN in its place."""
+    finite = jnp.isfinite(value)
+    return jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0)
 
 
 def _read_scoring(heads: AttentionShape) -> packed_weights.Scoring:

@@ -102,7 +102,8 @@ def open_folder(folder: AnyPath, reads_vocabulary: bool = True) -> Checkpoint:
     defaults = ModelDefaults.read(content, source)
     own = getattr(reader, "list_notes", lambda folder, tensors: ())
     notes = (*notes, *own(folder, tensors), *defaults.lines(folder, source.name))
-    notes += huggingface_folders.list_notes(folder, vocabulary)
+    if reads_vocabulary:
+        notes += huggingface_folders.list_notes(folder, vocabulary)
     return Checkpoint(config, parameters, vocabulary, start[0], eos_ids, None, defaults, notes)
 
 

@@ -12,7 +12,7 @@ from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.beams import benchmark_beams
 from specdec_jax.analysis.benchmark import benchmark
 from specdec_jax.analysis.report import plots, summaries
-from specdec_jax.analysis.report.records import write_record
+from specdec_jax.analysis.report.records import MOST_TREES, write_record
 from specdec_jax.analysis.variants import Variant, Workload, make_decoder
 from specdec_jax.backends.cpu.packed_weights import INPUT_BITS
 from specdec_jax.checkpoints import loader
@@ -32,7 +32,11 @@ from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import check_positions
 from specdec_jax.models.parameters import parameter_count
-from specdec_jax.speculative.drafter import Drafter, FullDrafter
+from specdec_jax.speculative.drafter import (
+    Drafter,
+    FullDrafter,
+    TreeDrafter,
+)
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.tree_text import EXPECTED, read_tree
 from specdec_jax.speculative.verifiers import LOSSY
@@ -197,6 +201,8 @@ class BenchmarkOptions(generation_flags.SearchFlags, DecodingOptions):
         """Rejects texts that are no trees, and options that do not go with trees."""
         for text in self.tree:
             read_tree(text)
+        if len(self.tree) > MOST_TREES:
+            raise ValueError(f"tree: got {len(self.tree)} trees, expected at most {MOST_TREES}")
         if not self.tree:
             return
         if not self.drafter:
@@ -274,6 +280,9 @@ def load(options: BenchmarkOptions, target: LanguageModel | None = None) -> Work
         return _read_preset(options, target)
     sentences = load_sentences(options.input_file, options.limit)
     target, drafter = options.load(target)
+    if isinstance(drafter, TreeDrafter) and drafter.tree is not None and not options.gamma:
+        # It has a tree of its own, of which `generate` drafts all nodes by default.
+        options = dataclasses.replace(options, gamma=(drafter.tree.size - 1,))
     check_any_text(target, sentences)
     batches = analysis_variants.make_batches(target, sentences, options)
     return Workload(target, drafter, batches, options)

@@ -1,8 +1,9 @@
 """Runs `specdec count`: counts an n-gram table of outputs in text files, or sorts the texts."""
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from specdec_jax.checkpoints import loader
 from specdec_jax.decoding.checks import unsupported
@@ -14,7 +15,6 @@ from specdec_jax.files.progress import track
 from specdec_jax.files.writing import check_output
 from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.tokenizers.languages import choose_start_token
-from specdec_jax.tokenizers.vocabularies import Vocabulary
 from specdec_jax.training import text_files
 
 
@@ -83,23 +83,21 @@ def run(options: CountOptions) -> None:
     if not pairs:
         raise ValueError("input_file: got no text, expected at least one output")
     size = min(vocabulary.size, config.vocab_size)
+    encode_output: Callable[[str], list[int]] = vocabulary.encode_continuation
+    if not config.decoder_only:
+        encode_output = functools.partial(vocabulary.encode_output, start_token=first)
     if options.suffix:
         before, encode = [first], vocabulary.encode_input
         if config.decoder_only:  # a prompt has no EOS
             before, encode = [], vocabulary.encode_prompt
         texts = [
-            (encode(source) if source else [])
-            + before
-            + _encode_output(vocabulary, output, config.decoder_only)
+            (encode(source) if source else []) + before + encode_output(output)
             for source, output in track(pairs, len(pairs), "lines")
         ]
         SuffixDrafter.save_texts(options.output, texts, size, vocabulary)
         counts = f"{len(pairs)} texts of {sum(map(len, texts))} tokens"
     else:
-        sequences = [
-            _encode_output(vocabulary, output, config.decoder_only)
-            for _, output in track(pairs, len(pairs), "lines")
-        ]
+        sequences = [encode_output(output) for _, output in track(pairs, len(pairs), "lines")]
         drafter = NGramDrafter.count(
             sequences,
             size,
@@ -114,13 +112,6 @@ def run(options: CountOptions) -> None:
         tokens, contexts = sum(map(len, sequences)), len(drafter.starts) - 1
         counts = f"{len(pairs)} outputs of {tokens} tokens, {contexts} contexts"
     print(f"{options.output}: {counts}", file=sys.stderr)
-
-
-def _encode_output(vocabulary: Vocabulary, text: str, prompted: bool) -> list[int]:
-    """Returns the ids of an output, without what stands before a prompt: it is not drafted."""
-    if prompted:
-        return vocabulary.encode(text) + list(vocabulary.eos_ids[:1])
-    return vocabulary.encode_output(text)
 
 
 def _read_pairs(path: str) -> Iterator[tuple[str, str]]:

@@ -116,7 +116,8 @@ def describe_outcome(config: DistillConfig) -> list[str]:
     model, sources = (
         mirrors.name_inside(config.output_dir, name) for name in ("model", VALIDATION)
     )
-    command = ["specdec", "benchmark", f"--target={config.target}", f"--drafter={model}"]
+    drafter = f"{'parallel:' * bool(config.masks)}{model}"
+    command = ["specdec", "benchmark", f"--target={config.target}", f"--drafter={drafter}"]
     command += [] if config.greedy else ["--temperature=1"]
     languages = {name: getattr(config, name) for name in ("source_language", "target_language")}
     command += [f"--{name}={code}" for name, code in languages.items() if code]

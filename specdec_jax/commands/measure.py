@@ -15,6 +15,7 @@ from specdec_jax.commands.sentences import check_any_text, check_input_file, loa
 from specdec_jax.decoding.checks import UnsupportedCombination, unsupported
 from specdec_jax.files.writing import check_output
 from specdec_jax.models.arguments import document_fields, make_option
+from specdec_jax.speculative.drafter import Drafter, can_draft_chains
 
 INPUT_FILE_HELP = (
     "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with "
@@ -89,11 +90,19 @@ def check_measured(options: DecodingOptions, batch_size: int, repeats: int, limi
     check_at_least(0, limit=limit)
 
 
+def check_drafts_chains(drafter: Drafter | None) -> None:
+    """Raises UnsupportedCombination for a drafter of trees alone, whose cost no formula tells."""
+    if drafter is not None and not can_draft_chains(drafter):
+        expected = "one that drafts chains: specdec benchmark times trees"
+        raise unsupported("drafter", drafter.name, expected)
+
+
 def run(options: MeasureOptions) -> None:
     """Runs `specdec measure`."""
     options.check()
     sentences = load_sentences(options.input_file, options.limit)
     target, drafter = options.load()
+    check_drafts_chains(drafter)
     check_any_text(target, sentences)
     batches = analysis_variants.make_batches(target, sentences, options)
     record = measure(Workload(target, drafter, batches, options))

@@ -17,7 +17,7 @@ from specdec_jax.commands.generation_flags import (
     check_gamma,
     width_option,
 )
-from specdec_jax.commands.measure import INPUT_FILE_HELP, check_measured
+from specdec_jax.commands.measure import INPUT_FILE_HELP, check_drafts_chains, check_measured
 from specdec_jax.commands.options import DecodingOptions, check_at_least
 from specdec_jax.commands.sentences import check_any_text, check_input_file, load_sentences
 from specdec_jax.files.writing import check_output, write_file
@@ -107,6 +107,7 @@ def run(options: TuneOptions) -> None:
         lines = f"the {len(rest)} lines after the first {len(sample)}"
         raise ValueError(f"sweep: got {options.sweep}, expected at most {lines}")
     target, drafter = options.load()
+    check_drafts_chains(drafter)
     check_any_text(target, sample)
     batches, others = (
         analysis_variants.make_batches(target, lines, options) if lines else []

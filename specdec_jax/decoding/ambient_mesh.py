@@ -74,8 +74,11 @@ def adapt_drafter_to_mesh(drafter: Any, rows: int, target: Network) -> Any:
     """
 
     def adapt(leaf: Any) -> Any:
-        own = isinstance(leaf, Network) and leaf.params is not target.params
-        return adapt_to_mesh(leaf, rows, True) if own else leaf
+        if not isinstance(leaf, Network) or leaf.params is target.params:
+            return leaf
+        # Only what was made of the target, such as its weights in int8, has its rules already.
+        derived = target.rules is not None and leaf.rules == target.rules
+        return leaf if derived else adapt_to_mesh(leaf, rows, True)
 
     return jax.tree.map(adapt, drafter, is_leaf=lambda node: isinstance(node, Network))
 

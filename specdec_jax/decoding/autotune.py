@@ -48,7 +48,7 @@ from specdec_jax.speculative.strategy import prefill
 # Draft lengths that are timed: the longest for every width of the target's call, and the shortest
 # for the widest.
 TIMED = (0, 2, 4, 5, 8)
-# The acceptance rate that a single row may have; what is added to the expected rate for rows that
+# The acceptance rate that a drafter may have; what is added to the expected rate for rows that
 # differ; the number of tokens in an output.
 _HOPED, _SPREAD, _TOKENS = 0.9, (-0.2, 0.0, 0.2), 16
 # The least gain that makes drafting worth while, and the part of it that an iteration without a
@@ -61,6 +61,8 @@ _NEVER = 1e6  # a cost at which a draft is never chosen
 # How many tokens of earlier requests are remembered; for how many they count at most; and one in
 # how many requests that would begin without drafts looks whether drafts would pay by now.
 _REMEMBERED, _WEIGHT, _LOOK = 60, 12.0, 16
+# How many batches are timed before their times count, the first left out; and how many do at most.
+_FEW, _TIMES = 2, 5
 # Seconds for all passes; least and most passes; seconds and most iterations of one timed call,
 # which must be long enough for its start not to count, and else short: then on a busy machine some
 # of many calls are not interrupted.
@@ -101,24 +103,31 @@ class Costs(NamedTuple):
     def pays(self, rows: int, learns: bool = False, limit: int = _TOKENS) -> bool:
         """Returns whether drafting could be faster than plain decoding at all.
 
-        A single row may have a drafter that is nearly always right. In a program that may draft, an
-        iteration without a draft costs more than one of plain decoding. That is lost wherever
-        nothing is accepted, so it may only be a small part of what can be gained. With `learns` a
-        request begins with what earlier ones have shown (`policy`) and loses it only now and then,
-        so the part may be larger; and an output may have all of `limit` tokens.
+        A single row may have a drafter that is nearly always right, and so may requests that learn
+        from earlier ones (`learns`), unless `specdec tune` knows better. In a program that may
+        draft, an iteration without a draft costs more than one of plain decoding. That is lost
+        wherever nothing is accepted, so it may only be a small part of what can be gained. With
+        `learns` a request begins with what earlier ones have shown (`policy`) and loses it only now
+        and then, so the part may be larger; and an output may have all of `limit` tokens.
         """
-        least = self._expected(rows, _HOPED if rows == 1 else self.acceptance).min()
+        tuned = self.acceptance != Auto.acceptance
+        hoped = _HOPED if rows == 1 or learns and not tuned else self.acceptance
+        least = self._expected(rows, hoped).min()
         length = limit if learns else min(limit, _TOKENS)
         gain, loss = 1 / (least + self.prefill / length) - 1, self.iterations[0] - 1
         return bool(gain > _GAIN and loss < (_LOSS_KNOWN if learns else _LOSS) * gain)
 
     def policy(
-        self, rows: int, learned: "Learned | None" = None, limit: int = _TOKENS
+        self,
+        rows: int,
+        learned: "Learned | None" = None,
+        limit: int = _TOKENS,
+        times: "Times | None" = None,
     ) -> Auto | None:
         """Returns the policy for `rows` rows decoded together, which begin with what was `learned`.
 
-        None if plain decoding is faster by what was learned, for outputs of up to `limit` tokens;
-        one in `_LOOK` requests drafts all the same.
+        None if plain decoding is faster by what was learned, for outputs of up to `limit` tokens,
+        or by the `times` of batches; one in `_LOOK` requests looks at the other way all the same.
         """
         costs, rate = np.array(self.iterations), self.acceptance
         begin = {"acceptance": rate}
@@ -131,7 +140,12 @@ class Costs(NamedTuple):
             # An iteration without a draft costs a little more in a program that may draft than in
             # one that never does.
             best = self._expected(rows, rate).min() + self.prefill / learned.expected_length(limit)
-            if learned.examined and not look and best >= 1 / (1 + _GAIN_KNOWN):
+            faster = best < 1 / (1 + _GAIN_KNOWN)
+            if times is not None and times.drafting:
+                # Rows wait for the slowest, and rows that are done cost little: no rate tells.
+                if times.faster() == look:
+                    return None
+            elif learned.examined and not look and not faster:
                 return None
             rate = max(rate, self.acceptance) if look else rate
         if rows > 1:
@@ -172,7 +186,37 @@ class Learned(NamedTuple):
         return (1 - (1 - self.ending) ** limit) / self.ending if self.ended else limit
 
 
-def autotune(plan: Plan, first: bool = False, once: bool = False) -> Plan:
+class Times(NamedTuple):
+    """How long the latest batches of several rows took, in order.
+
+    Attributes:
+      drafting, plain: seconds with drafts, and without, over the number of iterations that plain
+        decoding would take. The first of each is left out of all judgement: a program was compiled.
+    """
+
+    drafting: tuple[float, ...] = ()
+    plain: tuple[float, ...] = ()
+
+    @property
+    def few(self) -> bool:
+        """Whether more are needed of one kind."""
+        return min(len(self.drafting), len(self.plain)) <= _FEW
+
+    def faster(self) -> bool:
+        """Returns whether batches were faster with drafts; what was timed too seldom counts so."""
+        if self.few:
+            return len(self.drafting) <= _FEW
+        gain = np.median(self.plain[1:]) / np.median(self.drafting[1:])
+        return bool(gain > 1 + _GAIN_KNOWN)
+
+    def add(self, seconds: float, drafts: bool) -> "Times":
+        """Returns the times with those of another batch."""
+        known = self.drafting if drafts else self.plain
+        latest = (*known[:1], *known[1:][1 - _TIMES :], seconds)
+        return self._replace(drafting=latest) if drafts else self._replace(plain=latest)
+
+
+def autotune(plan: Plan, first: bool = False, once: bool = False, width: int | None = None) -> Plan:
     """Chooses γ = "auto" by what iterations cost here; returns the plan with the choice.
 
     The first call of a kind measures the costs, and keeps them for this process and, in a small
@@ -183,21 +227,28 @@ def autotune(plan: Plan, first: bool = False, once: bool = False) -> Plan:
       plan: the checked arguments.
       first: whether to draft as at the first call of a kind, whatever earlier requests have shown.
       once: whether the choice is for all inputs of a job, so that later ones cannot learn from it.
+      width: padded length of the inputs that it is for; None: that of all.
     """
     if plan.auto_rows is None:
         return plan
-    costs, rows, limit = find_costs(plan), plan.auto_rows, int(plan.limits.max())
+    key = costs_key(plan)
+    costs, rows, limit = find_costs(plan, key), plan.auto_rows, int(plan.limits.max())
     if not costs.pays(rows, plan.may_learn and not once, limit):
         return plan.plainly()
-    learned, own = None, f"{costs_key(plan)} {_identify(plan.network)} {_identify(plan.drafter)}"
+    learned, own = None, f"{key} {_identify(plan.network)} {_identify(plan.drafter)}"
+    width = bucket_length(int(plan.input_lengths.max())) if width is None else width
+    times = _times.get((own, width), Times()) if rows > 1 else Times()
     if plan.may_learn and not first:
         learned = _learned.get(own, Learned())
         _learned[own] = learned._replace(requests=learned.requests + 1)
-    policy = costs.policy(rows, learned, limit)
+    policy = costs.policy(rows, learned, limit, times)
+    looks = learned is not None and (
+        not learned.examined or learned.requests % _LOOK == 0 or bool(times.drafting) and times.few
+    )
     if policy is None:
-        return dataclasses.replace(plan.plainly(), learned_key=own)
+        return dataclasses.replace(plan.plainly(), learned_key=own, looks=looks)
     policy = policy.rows(len(plan.limits))
-    return dataclasses.replace(plan, policy=policy, learned_key=own, auto_rows=None)
+    return dataclasses.replace(plan, policy=policy, learned_key=own, auto_rows=None, looks=looks)
 
 
 def may_pay(plan: Plan) -> bool:
@@ -206,9 +257,12 @@ def may_pay(plan: Plan) -> bool:
     return find_costs(plan).pays(plan.auto_rows, plan.may_learn, int(plan.limits.max()))
 
 
-def find_costs(plan: Plan) -> Costs:
-    """Returns the costs of a plan with γ = "auto"; measures and keeps them if nobody has."""
-    key = costs_key(plan)
+def find_costs(plan: Plan, key: str | None = None) -> Costs:
+    """Returns the costs of a plan with γ = "auto"; measures and keeps them if nobody has.
+
+    `key` is its `costs_key`, if that is known.
+    """
+    key = costs_key(plan) if key is None else key
     costs = load_costs(key)
     if costs is None:
         assert plan.drafter is not None and plan.auto_rows is not None, "without a drafter γ is 0"
@@ -221,18 +275,26 @@ def find_costs(plan: Plan) -> Costs:
     return costs
 
 
-def record(request: Request, result: GenerationResult) -> None:
+def record(
+    request: Request, result: GenerationResult, timed: tuple[int, float] | None = None
+) -> None:
     """Records how many drafted tokens were accepted, for later requests with γ = "auto".
 
-    Results with errors are left out, as are requests whose outputs would depend on it.
+    Results with errors are left out, as are requests whose outputs would depend on it. `timed` is
+    the padded length of the inputs and the seconds of a batch of several rows, which ended with its
+    last row.
     """
     if request.learned_key is not None and not any(result.errors):
         examined = int(result.stats.examined_by_position.sum())
         accepted = int(result.stats.accepted_by_position.sum())
         ended = sum(reason in ("eos", "stop") for reason in result.finish_reasons)
         # Those of requests without drafts, which forget nothing, would count for ever.
-        ends = (int(result.lengths.sum()), ended) if examined else ()
-        learn(request.learned_key, examined, accepted, *ends)
+        ends = (int(result.lengths.sum()), ended) if examined else (0, 0)
+        learn(request.learned_key, Learned(examined, accepted, 0, *ends))
+        if timed is not None and len(result.lengths) > 1 and result.lengths.any():
+            place, seconds = (request.learned_key, timed[0]), timed[1] / int(result.lengths.max())
+            before = _times.get(place, Times())
+            _times[place] = before.add(seconds, request.drafter is not None)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "slots"))
@@ -250,13 +312,16 @@ def _init_drafter(
     return drafter.init(ids, given.input_lengths, given.tokens, slots, **shared)
 
 
-# What this process knows, by the keys of `costs_key`, and of `Plan.learned_key`; descriptions by
-# `id` of what they describe; numbers of what has certain arrays, by their `id`s.
+# What this process knows, by the keys of `costs_key`, and of `Plan.learned_key`, times by padded
+# lengths, too; descriptions by
+# `id` of what they describe; numbers of what has certain arrays, by their `id`s, and by its own.
 _known: dict[str, Costs] = {}
 _learned: dict[str, Learned] = {}
+_times: dict[tuple[str, int], Times] = {}
 _described: dict[int, tuple[weakref.ref, str]] = {}
 _numbered: dict[tuple[int, ...], tuple[list[weakref.ref], int]] = {}
 _folder: pathlib.Path | None = None
+_nodes: dict[int, tuple[weakref.ref, int]] = {}
 _NUMBERS = itertools.count()
 
 
@@ -312,26 +377,24 @@ def save_costs(key: str, costs: Costs) -> None:
         _LOG.info("%s: %s: what was measured holds for this process", path, error)
 
 
-def learn(key: str, examined: int, accepted: int, tokens: int = 0, ended: int = 0) -> None:
+def learn(key: str, seen: Learned) -> None:
     """Adds what a request has shown of its drafts and of how its rows ended.
 
     Only for argmax, where the output does not depend on how much is drafted.
 
     Args:
       key: a `Plan.learned_key`.
-      examined, accepted: numbers of the request's drafted tokens.
-      tokens: the number of tokens of its rows.
-      ended: how many rows ended by themselves.
+      seen: of this request alone.
     """
     before = _learned.get(key, Learned())
-    total = before.examined + examined
+    total = before.examined + seen.examined
     kept = min(1.0, _REMEMBERED / max(total, 1))
     _learned[key] = Learned(
         examined=kept * total,
-        accepted=kept * (before.accepted + accepted),
+        accepted=kept * (before.accepted + seen.accepted),
         requests=before.requests,
-        tokens=kept * (before.tokens + tokens),
-        ended=kept * (before.ended + ended),
+        tokens=kept * (before.tokens + seen.tokens),
+        ended=kept * (before.ended + seen.ended),
     )
 
 
@@ -427,6 +490,9 @@ def _describe(node: Any) -> str:
 
 def _identify(node: Any) -> int:
     """Returns a number for the arrays of a network or drafter, the same as long as these live."""
+    own = id(node)
+    if own in _nodes and _nodes[own][0]() is node:  # looking at all arrays takes longer
+        return _nodes[own][1]
     arrays = [leaf for leaf in jax.tree.leaves(node) if isinstance(leaf, (np.ndarray, jax.Array))]
     place = tuple(map(id, arrays))
     refs, number = _numbered.get(place, ([], -1))
@@ -434,6 +500,8 @@ def _identify(node: Any) -> int:
         number = next(_NUMBERS)
         refs = [weakref.ref(array, lambda _: _numbered.pop(place, None)) for array in arrays]
         _numbered[place] = refs, number
+    if hasattr(node, "__weakref__"):
+        _nodes[own] = weakref.ref(node, lambda _: _nodes.pop(own, None)), number
     return number
 
 
@@ -496,7 +564,8 @@ def measure(
     # On a busy machine medians are as often of interrupted calls, and the fastest call is an
     # exception where the processor changes its speed.
     seconds = {name: sorted(one[name] for one in passes)[1] for name in variants}
-    plain = seconds["plain"]
+    # A program that may draft is no faster: else plain decoding was interrupted.
+    plain = min(seconds["plain"], seconds[0])
     _time_call(prefill)
     first = min(_time_call(prefill) for _ in range(3))
     timed = {gamma: seconds[gamma] / plain for gamma in TIMED}

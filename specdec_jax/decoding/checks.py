@@ -287,9 +287,9 @@ def check_stop(stop: Any, deadline: Any, target: LanguageModel | None = None) ->
     stop = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stop, Sequence) or not all(isinstance(text, str) and text for text in stop):
         raise ValueError(f"stop: got {arguments.quote(stop)}, expected strings that are not empty")
-    if deadline is not None and not (arguments.is_number(deadline) and deadline > 0):
+    if deadline is not None and not (arguments.is_number(deadline) and 0 < deadline < np.inf):
         got = arguments.quote(deadline)
-        raise ValueError(f"deadline: got {got}, expected seconds, more than 0")
+        raise ValueError(f"deadline: got {got}, expected seconds, more than 0 and finite")
     if stop and target is not None and target.vocabulary is None:
         raise ValueError("stop: got strings for a model without a vocabulary, expected none")
     return tuple(stop)

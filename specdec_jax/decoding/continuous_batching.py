@@ -53,6 +53,9 @@ from specdec_jax.speculative.strategy import Committed
 # Outputs that must come in order are decoded in parts of 64 times the batch size, so that they
 # appear while later parts still run.
 _WINDOW = 64
+# For how many batches a choice of γ = "auto" holds if it is to find out whether drafting pays;
+# others hold for `_WINDOW`.
+_LOOKED = 4
 
 
 class Output(NamedTuple):
@@ -101,15 +104,17 @@ def decode_stream(
     Each input gets what `generate` gives for it with the same options and its own key, which is
     `fold_in(key, i)` for input i. With `gamma="auto"` this holds for argmax; above temperature 0 it
     holds for the same number of rows, because measured costs belong to a number of rows. For argmax
-    γ is chosen anew for each queue and after 64 batches, by what came before.
+    γ is chosen anew for each queue and after 64 batches (4 that find out whether drafting pays), by
+    what came before.
 
     Args:
       target, inputs: as for `generate`.
       batch_size: number of inputs that are decoded together. Fewer are filled up to it, so that
         their number compiles nothing new.
       refill: whether finished rows are refilled with the next inputs. False decodes batches of like
-        length, each of which runs until its last row is done. None does what is faster: with the
-        CPU kernels, according to how long the rows of a batch have waited for the last one.
+        length, each of which runs until its last row is done, as beams always are. None does what
+        is faster: with the CPU kernels, according to how long the rows of a batch have waited for
+        the last one.
       skip: numbers of inputs, from 0, that are left out; keys and shapes of the others stay as
         they are.
       learner: learns from the outputs, and `learner.drafter` drafts (`OnlineDistillation`,
@@ -120,8 +125,8 @@ def decode_stream(
 
     Raises:
       ValueError: as for `generate`, before anything compiles.
-      UnsupportedCombination: a deadline with `refill`; only batches can have one. Or a learner
-        and another drafter; or a learner above temperature 0 without `verifier="gumbel"`.
+      UnsupportedCombination: a deadline or beams with `refill`; only batches can have them. Or a
+        learner and another drafter; or a learner above temperature 0 without `verifier="gumbel"`.
     """
     batch_size = arguments.check_integer("batch_size", batch_size, 1)
     refill = refill if refill is None else arguments.check_flag("refill", refill)
@@ -145,6 +150,10 @@ def decode_stream(
             raise mismatch_error("learner", arguments.quote(learner), expected)
         data = data._replace(drafter=learner.drafter)
     plan = plan_decoding(target, inputs, config=config, batch_size=batch_size, **data._asdict())
+    commits = plan.config.strategy.commits_tokens
+    if refill and not commits:
+        expected = "refill=None or False: the beams of a batch are decoded together"
+        raise UnsupportedCombination(f"num_beams: got beams with refill=True, expected {expected}")
     if unknown := [number for number in left_out if not 0 <= number < len(plan.lengths)]:
         expected = f"numbers of inputs, from 0 to {len(plan.lengths) - 1}"
         raise mismatch_error("skip", arguments.quote(unknown[0]), expected)
@@ -154,7 +163,7 @@ def decode_stream(
     elif not _chooses_anew(plan):
         plan = autotune.autotune(plan, once=True)
     skipped, whole = frozenset(map(int, left_out)), refill is False or config.deadline is not None
-    if whole or not plan.config.strategy.commits_tokens:
+    if whole or not commits:
         outputs = _decode_batches(target, plan, batch_size, skipped, learner)
     else:
         waits = refill is None and learner is None and may_wait(plan)
@@ -261,6 +270,11 @@ def _chooses_anew(plan: Plan) -> bool:
     return not _remembers(plan) and autotune.may_pay(plan)
 
 
+def _count_batches(chosen: Plan) -> int:
+    """Returns for how many batches a choice of γ = "auto" holds: few, if it is to find out."""
+    return min(_LOOKED, _WINDOW) if chosen.looks else _WINDOW
+
+
 def _yield_in_order(outputs: Iterable[tuple[int, tuple[Output, ...]]]) -> Iterator[Output]:
     """Yields single outputs in the order of their inputs."""
     waiting: dict[int, tuple[Output, ...]] = {}
@@ -290,10 +304,13 @@ def _decode_batches(
     order = np.argsort(plan.lengths + plan.prefix_lengths, kind="stable").tolist()
     batches = [order[first : first + size] for first in range(0, len(order), size)]
     batches = [numbers for numbers in batches if not skip.issuperset(numbers)]
+    until = 0
     for place, numbers in enumerate(batches):
         plan, start_time = update_drafter(target, plan, learner), time.monotonic()
-        if place % _WINDOW == 0 or learner is not None:
-            chosen = autotune.autotune(plan)
+        if place == until or learner is not None:
+            longest = int(plan.input_lengths[np.array(numbers)].max())
+            chosen = autotune.autotune(plan, width=bucket_length(longest))
+            until = place + _count_batches(chosen)
         result = complete(target, chosen, numbers + [-1] * (size - len(numbers)), start_time)
         outputs = iter(_collect_outputs(result))
         for number in numbers:
@@ -355,10 +372,11 @@ def _decode_queues(
     divide, caches = make_batches if waits else make_queues, ()
     for width, numbers in divide(plan.input_lengths.tolist(), size):
         left, still = [number for number in numbers if number not in skip], waits
-        most = len(left) if plan.auto_rows is None else _WINDOW * size
-        for first in range(0, len(left), max(most, 1)):
-            part = left[first : first + most]
-            rows = Rows(autotune.autotune(plan), size, width, part, still, caches)
+        while left:
+            chosen = autotune.autotune(plan, width=width)
+            most = len(left) if plan.auto_rows is None else _count_batches(chosen) * size
+            part, left = left[:most], left[most:]
+            rows = Rows(chosen, size, width, part, still, caches)
             caches = ()  # of another plan they would only take memory
             yield from _decode_rows(target, rows, learner)
             caches, still = rows.take_caches(), rows.waits
@@ -371,12 +389,14 @@ def _decode_rows(
     plan = rows.plan
     samples, request = plan.samples, plan.request()
     every = np.int32(STOP_EVERY if plan.stop else FOREVER)
-    finished: tuple[np.ndarray, Committed] | None = None
+    finished: tuple[np.ndarray, Committed, tuple[int, float] | None] | None = None
     gathered: dict[int, dict[int, Output]] = collections.defaultdict(dict)
 
-    def deliver(owners: np.ndarray, committed: Committed) -> Iterator:
+    def deliver(
+        owners: np.ndarray, committed: Committed, timed: tuple[int, float] | None
+    ) -> Iterator:
         result = collect(target, committed, request.take(owners))
-        autotune.record(request, result)
+        autotune.record(request, result, timed)
         for owner, output in zip(owners.tolist(), _collect_outputs(result), strict=True):
             number, sample = divmod(owner, samples)
             gathered[number][sample] = output
@@ -385,6 +405,7 @@ def _decode_rows(
 
     while rows.left or rows.busy:
         plan = rows.plan = update_drafter(target, plan, learner)
+        start, whole = time.perf_counter(), rows.waits and not plan.stop
         state = advance(plan.network, plan.drafter, rows.fill(), every, rows.most)
         # Not with a learner: the next rows are to begin with what it learns from these.
         if learner is None:
@@ -393,7 +414,9 @@ def _decode_rows(
             yield from deliver(*finished)  # while the device is busy
         if plan.stop:
             state = mark_stopped(target, state, rows.starts, plan.stop)
-        finished = rows.take_done(state)
+        done = rows.take_done(state)
+        timed = (rows.width, time.perf_counter() - start) if whole else None
+        finished = None if done is None else (*done, timed)
     if finished is not None:
         yield from deliver(*finished)
 

@@ -18,6 +18,7 @@ from specdec_jax.decoding import autotune
 from specdec_jax.decoding.generation_config import (
     CallData,
     ConfigOrPath,
+    GenerationConfig,
     check_unset,
     document_options,
     split_options,
@@ -189,6 +190,7 @@ def complete(
       numbers: those of the inputs, as for `Plan.start`.
       start_time: when the deadline began to count (`time.monotonic()`).
     """
+    timed: tuple[int, float] | None = None
     if plan.stop or plan.deadline:
         state, request = plan.start(numbers)
         every = np.int32(1 if plan.deadline else STOP_EVERY)
@@ -196,9 +198,13 @@ def complete(
             pass
         result = collect(target, state, request)
     else:
-        request = plan.request(numbers)
-        result = collect(target, decode_plan(plan, numbers), request)
-    autotune.record(request, result)
+        request, begin = plan.request(numbers), time.perf_counter()
+        *arguments, given = plan.arguments(numbers)
+        committed = read_arrays(_decode(*arguments, given, FOREVER))
+        width = given.inputs.shape[1] or given.tokens.shape[1]
+        timed = width, time.perf_counter() - begin
+        result = collect(target, committed, request)
+    autotune.record(request, result, timed)
     return result
 
 
@@ -253,20 +259,24 @@ def warm_up(
     config: ConfigOrPath = None,
     drafter: Drafter | None = None,
     batch_sizes: Sequence[int] = (1,),
-    max_input_length: int = 64,
+    max_input_length: int | None = None,
     **options: Any,
 ) -> int:
     """Compiles what `generate` needs for these batch sizes and inputs up to `max_input_length`.
 
-    Afterwards calls with the same `gamma`, `max_new_tokens`, kind of sampling and number of EOS ids
-    (up to 4) compile nothing. The options are those of `generate`. Stop strings, deadlines and
-    `stream` need other programs: give a stop string or a deadline if the calls have any, and either
-    of them for `stream`.
+    That is the configuration's, unless this has the default: then it is 64. Afterwards calls with
+    the same `gamma`, `max_new_tokens`, kind of sampling and number of EOS ids (up to 4) compile
+    nothing. The options are those of `generate`. Stop strings, deadlines and `stream` need other
+    programs: give a stop string or a deadline if the calls have any, and either of them for
+    `stream`.
 
     Returns:
       The number of shapes that were compiled for.
     """
     arguments.check_model("target", target)
+    if max_input_length is None:
+        own = split_options(config, {})[0].max_input_length
+        max_input_length = 64 if own == GenerationConfig.max_input_length else own
     arguments.check_integer("max_input_length", max_input_length, 1, 2**20)
     batches = arguments.check_list("batch_sizes", batch_sizes, "a list of integers")
     lengths = sorted({bucket_length(length) for length in range(1, max_input_length + 1)})

@@ -298,11 +298,37 @@ def split_options(
     known = [*FIELDS, *CallData._fields]
     for name in options:
         if name not in known:
-            hint = config_files.suggest_name(name, known)
-            raise TypeError(f"{name}: got an unknown option{hint}")
+            raise TypeError(f"{name}: got an unknown option{_explain_unknown(name, known)}")
     changes = {name: value for name, value in options.items() if name in FIELDS}
     data = {name: value for name, value in options.items() if name not in FIELDS}
     return dataclasses.replace(config, **changes) if changes else config, CallData(**data)
+
+
+# What some of transformers' arguments are called here.
+_ELSEWHERE = {
+    "do_sample": "sampling=sd.SamplingConfig(temperature=1.0)",
+    "no_repeat_ngram_size": "sampling=sd.SamplingConfig(no_repeat_ngram=…)",
+    "bad_words_ids": "sampling=sd.SamplingConfig(forbidden_sequences=…)",
+    "suppress_tokens": "sampling=sd.SamplingConfig(forbidden_tokens=…)",
+    "logits_processor": "sampling=sd.SamplingConfig(processor=…)",
+    "assistant_model": "drafter=sd.ModelDrafter(…)",
+    "num_assistant_tokens": "gamma",
+    "max_length": "max_new_tokens",
+    "eos_token_id": "eos_ids",
+    "stop_strings": "stop",
+    "max_time": "deadline",
+    "seed": "key=jax.random.key(…)",
+    "rng": "key",
+}
+
+
+def _explain_unknown(name: str, known: Sequence[str]) -> str:
+    """Returns the end of the message about an option that does not exist: where to look for it."""
+    if name in SamplingConfig.__dataclass_fields__:
+        return f", expected it in sampling=sd.SamplingConfig({name}=…)"
+    if name in _ELSEWHERE:
+        return f", expected {_ELSEWHERE[name]}"
+    return config_files.suggest_name(name, known)
 
 
 def check_unset(config: GenerationConfig, where: str, *names: str) -> None:

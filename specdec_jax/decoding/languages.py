@@ -139,13 +139,15 @@ def choose_output_language(
         if given is None:
             given = getattr(config.sampling, "fields", {}).get("forced_tokens")
         rows = given if isinstance(given, tuple | list) else [given or {}]
-        known = prefixed or defaults.forced_bos_token_id is not None
-        known |= all(0 in row for row in rows)
+        own, forced = defaults.forced_bos_token_id, all(0 in row for row in rows)
+        known = prefixed or own is not None or forced
         if languages.target == "start":
             known = target.start_token in languages.codes.values()
         if not known:
             raise mismatch_error("target_language", "none", languages.listed())
-        return OutputLanguage(target.start_token, None)
+        # A `SamplingConfig` replaces the model's defaults, but what it does not say of a language.
+        replaced = isinstance(config.sampling, SamplingConfig) and languages.target != "start"
+        return OutputLanguage(target.start_token, own if replaced and not forced else None)
     token = languages.find("target_language", code)
     if languages.target == "start":
         return OutputLanguage(token, None)

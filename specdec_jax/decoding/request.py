@@ -140,6 +140,7 @@ class Plan:
       empty: `[N]` bool, inputs with nothing to decode.
       key: one key, N keys, or None for the default.
       rows, settings, policy: settings of sampling, verifier and γ per input.
+      looks: whether `autotune` chose γ to find out whether drafting pays.
       draft_rows: settings of the drafter's sampling per input; None: the target's.
       bias: `[V]`, what is added to the logits of all rows, or None.
       auto_rows: number of rows decoded together, for which `autotune` has yet to choose γ; None if
@@ -170,6 +171,7 @@ class Plan:
     bias: np.ndarray | None
     auto_rows: int | None = None
     learned_key: str | None = None
+    looks: bool = False
     draft_rows: SamplingRows | None = None
 
     @property

@@ -202,6 +202,11 @@ def collect(
     tokens = tokens[places]
     reasons = _finish_reasons(tokens, committed, done, request)
     lengths, texts = committed.copy(), None
+    for row, error in enumerate(errors) if request.stop and search is None else ():
+        # A row may go on for some tokens past its stop string, which nobody will see.
+        sound = tokens[row, : error.token].tolist() if error else []
+        if sound and find_stop(target.vocabulary, sound, request.stop) is not None:
+            lengths[row], reasons[row], errors[row] = len(sound), "stop", None
     lost = [row for row, error in enumerate(errors) if error is not None and not error.by_drafter]
     for row in lost:
         lengths[row], reasons[row] = 0, "error"

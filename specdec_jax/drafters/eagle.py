@@ -26,6 +26,7 @@ from specdec_jax.drafters.drafting import (
 from specdec_jax.drafters.model import choose_next
 from specdec_jax.drafters.tree_levels import Level, draft_from_states
 from specdec_jax.files import places
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models import arguments, heads, parameters
 from specdec_jax.models.eagle import EagleConfig, EagleNetwork, StateProjections
 from specdec_jax.models.family import check_uses_backend
@@ -117,6 +118,9 @@ class EagleDrafter(NetworkDrafter):
         folder = places.make_path(path)
         config, fingerprint, stored = native_format.open_part(folder, "eagle", EagleConfig)
         stored_tensor.check_shapes(stored, config.parameter_shapes, path, "of these projections")
+        if config.target_dim != target.config.emb_dim:
+            got = f"one that reads states of {config.target_dim} numbers"
+            raise mismatch_error(path, got, f"the target's emb_dim, {target.config.emb_dim}")
         model = loader.load(folder / "model", target.config.dtype) if model is None else model
         params = {name: leaf.load(jnp.dtype("float32")) for name, leaf in stored.items()}
         drafter = cls(model, target, parameters.unflatten(params))

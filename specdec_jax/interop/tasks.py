@@ -8,11 +8,12 @@ and return its name, so that a gin file can bind `task = @tasks.tsv()`, or T5X's
 `MIXTURE_OR_TASK_NAME = @tasks.tsv()`.
 """
 
-import pathlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from specdec_jax.checkpoints import loader
+from specdec_jax.checkpoints import loader, t5x
+from specdec_jax.files import places
 from specdec_jax.tokenizers.vocabularies import ByteVocabulary, SentencePieceVocabulary
 from specdec_jax.training import text_files
 
@@ -63,14 +64,16 @@ def exact_match(targets: Sequence[str], predictions: Sequence[str]) -> dict[str,
 
 def wmt_t2t_ende(
     vocabulary: str = T5_VOCABULARY,
-    extra_ids: int = T5_SENTINELS,
+    extra_ids: int | None = None,
     data_dir: str | None = None,
     name: str = "wmt_t2t_ende",
 ) -> str:
     """Registers WMT English to German as in tensor2tensor; returns the task's name.
 
     The split "validation" is newstest2013, "test" is newstest2014. `data_dir` is where TensorFlow
-    Datasets keeps its data, None for its default; other arguments as for `tsv`.
+    Datasets keeps its data, None for its default. `extra_ids` None adds T5's 100 sentinels to a
+    SentencePiece file that has none; one in a store has them if its folder is called `…extra`.
+    Other arguments as for `tsv`.
     """
     data = seqio.TfdsDataSource(tfds_name="wmt_t2t_translate/de-en:1.0.0", tfds_data_dir=data_dir)
     texts = dict(prefix="translate English to German: ", source="en", target="de")
@@ -79,7 +82,7 @@ def wmt_t2t_ende(
 
 def cnn_dailymail(
     vocabulary: str = T5_VOCABULARY,
-    extra_ids: int = T5_SENTINELS,
+    extra_ids: int | None = None,
     data_dir: str | None = None,
     name: str = "cnn_dailymail",
 ) -> str:
@@ -119,6 +122,7 @@ def tsv(
     paths = {
         split: [given] if isinstance(given, str) else list(given) for split, given in files.items()
     }
+    paths = {split: list(map(os.path.expanduser, given)) for split, given in paths.items()}
     for path in (path for given in paths.values() for path in given):
         text_files.check_is_file("files", path, "a TSV file")
 
@@ -180,20 +184,33 @@ def _register(
     return name
 
 
-def _make_vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
-    """Returns seqio's vocabulary for a SentencePiece file, or for a model's vocabulary."""
-    if path not in loader.bundled() and not pathlib.Path(path).is_dir():
-        return seqio.SentencePieceVocabulary(path, extra_ids)  # reads it when it is needed
+def _make_vocabulary(path: str, extra_ids: int | None) -> seqio.Vocabulary:
+    """Returns seqio's vocabulary for a SentencePiece file, or for a model's vocabulary.
+
+    `extra_ids` None adds T5's sentinels to a file that has none.
+    """
+    path = os.path.expanduser(path)
+    if path == T5_VOCABULARY:  # read when it is needed
+        return seqio.SentencePieceVocabulary(path, T5_SENTINELS if extra_ids is None else extra_ids)
+    if places.is_remote(path) and path.endswith(".model"):  # which TensorFlow opens by itself
+        extra_ids = 0 if extra_ids is None and "extra/" in path else extra_ids
+        return seqio.SentencePieceVocabulary(path, T5_SENTINELS if extra_ids is None else extra_ids)
+    folder = loader.BUNDLED / path if path in loader.bundled() else places.make_path(path)
+    if not folder.is_dir():
+        if extra_ids is None:
+            pieces = SentencePieceVocabulary.load(path).list_pieces()
+            extra_ids = 0 if any("<extra_id_" in piece for piece in pieces) else T5_SENTINELS
+        return seqio.SentencePieceVocabulary(path, extra_ids)
     ours, _ = loader.load_vocabulary(path)
     if isinstance(ours, ByteVocabulary):
         return seqio.ByteVocabulary(ours.extra_ids)
-    folder = loader.BUNDLED / path if path in loader.bundled() else pathlib.Path(path)
-    files = [
+    whole = folder.absolute()
+    candidates = [
         place / name
-        for place in (folder, folder.absolute().parent)
+        for place in (t5x.find_step(whole) or whole, whole, whole.parent)
         for name in ("spiece.model", "sentencepiece.model")
     ]
-    file = next((file for file in files if file.is_file()), None)
+    file = next((file for file in candidates if file.is_file()), None)
     if file is None or ours is None:
         raise ValueError(
             f"vocabulary: got {path!r} without a SentencePiece model, expected a model that has one"

@@ -30,7 +30,7 @@ def _is_sequences(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(_is_ids(item) and len(item) for item in value)
 
 
-_INTEGER: _Check = (_is_integer, "an integer of at least 0")
+_INTEGER: _Check = (_is_integer, "an integer of at least 0, below 2^31")
 _NUMBER: _Check = (_is_number, "a finite number")
 # Each field, the value that says the same as none, and what may be accepted there.
 _FIELDS: dict[str, tuple[Any, _Check]] = {

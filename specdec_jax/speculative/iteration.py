@@ -239,7 +239,7 @@ def verify(
     greedy: Verification | None = None
     drafted = draft.tokens, draft.num_drafted
     # Verified before temperature 0 makes the distribution one-hot.
-    if config.mode.greedy or verifier.softens:
+    if config.mode.greedy or not verifier.takes_argmax:
         if verifier.verify_greedily is None:
             greedy = verifiers.verify_greedy(distributions.argmax(processed), *drafted)
         else:

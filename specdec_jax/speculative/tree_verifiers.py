@@ -316,7 +316,6 @@ def verify_traversal(
         moving, node, left, alpha, scale, weights = carry
         children = left & (parents == node[:, None])
         enters = jnp.any(children, axis=1)
-        # NaN is never accepted.
         moving &= enters | (node > 0) & ~(take_at(random.accept, node) < take_at(alpha, node))
         child = jnp.where(enters, _find_first(children), node)
         above = jnp.maximum(take_at(parents, child), 0)
@@ -352,7 +351,11 @@ def verify_traversal(
     first = target.row(zeros)
     weights = jnp.zeros((batch, levels, first.shape[1]), first.dtype).at[:, 0].set(first)
     ones = jnp.ones((batch, size), first.dtype)
-    start = active, zeros, draft.valid & (parents >= 0), ones, ones, weights
+    # A node where p has NaN is a leaf: a token that plain decoding would fail after must not become
+    # rarer by what follows it.
+    sound = jnp.isfinite(target.log_normalizer)[rows[:, None], jnp.maximum(parents, 0)]
+    left = draft.valid & (parents >= 0) & sound
+    start = active, zeros, left, ones, ones, weights
     _, node, *_, weights = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), visit, start)
     return _find_end(
         draft, node, draw(take_at(weights, take_at(depths, node)), take_at(random.final, node))

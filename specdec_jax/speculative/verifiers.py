@@ -114,6 +114,11 @@ def verify_blocks(
     gamma = draft_tokens.shape[1]
     if not gamma:
         return correct(target, draft, num_drafted, num_drafted, draws.final)
+    # A draft ends where p has NaN. Later positions decide about earlier tokens here, and tokens
+    # that plain decoding would fail after must not become rarer.
+    failed = ~jnp.isfinite(target.log_normalizer)
+    ends = jnp.min(jnp.where(failed, jnp.arange(gamma + 1), gamma), axis=1)
+    num_drafted = jnp.minimum(num_drafted, ends.astype(num_drafted.dtype))
     target_probs = leading_distribution(target).prob(draft_tokens)
     draft_probs = draft.prob(draft_tokens)
     possible = (target_probs > 0).astype(target_probs.dtype)  # p(x) = 0 is never accepted
@@ -128,7 +133,6 @@ def verify_blocks(
 
     excess = _sum_excess(target, draft, draft_tokens, pi[:, :-1])  # S_1 … S_{γ−1}
     total = excess + 1 - pi[:, :-1]
-    # NaN stays: it is never accepted.
     accept_probs = jnp.where(total == 0, 1, excess / jnp.where(total == 0, 1, total))
     accept_probs, index = jnp.pad(accept_probs, ((0, 0), (0, 1))), jnp.arange(1, gamma + 1)
     accept_probs = jnp.where(index == num_drafted[:, None], pi, accept_probs)

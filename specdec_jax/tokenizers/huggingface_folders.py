@@ -67,8 +67,9 @@ def open_folder(
     named = kind or _CLASSES.get(str(model), "")
     if (folder / "tokenizer.json").exists():
         kind = named if model == "mbart" else kind
-        defaults = _GPT2_TOKENS if kind in _GPT2 else _ROBERTA_TOKENS
-        token = special_token(folder, options, "eos_token") or defaults["eos_token"]
+        token = special_token(folder, options, "eos_token")
+        if token is None and kind in (*_GPT2, *_ROBERTA, *_T5):
+            token = (_GPT2_TOKENS if kind in _GPT2 else _ROBERTA_TOKENS)["eos_token"]
         around, file = _special_tokens_around(folder, options, kind), folder / "tokenizer.json"
         space = read_flag(folder, options, "add_prefix_space")
         vocabulary = vocabularies.TokenizerJsonVocabulary.load(
@@ -98,16 +99,20 @@ def open_folder(
 
 _USUAL = "<pad>", "</s>", "<unk>"  # of T5 and ByT5
 _CLEAN_UP = "clean_up_tokenization_spaces"
+# Files that are of no use without another one.
+_HALVES = "vocab.json", "merges.txt", "source.spm", "target.spm", "sentencepiece.bpe.model"
 
 
 def list_notes(folder: AnyPath, vocabulary: Vocabulary | None) -> tuple[str, ...]:
-    """Returns lines about options of a folder's tokenizer that are left out.
+    """Returns lines about options of a folder's tokenizer that are left out, or what it lacks.
 
     transformers removes spaces before punctuation from decoded texts if an option says so, but not
     for merges (BPE). The text of the first tokens would then change with those that follow.
     """
-    if vocabulary is None:  # or not read: the file may be damaged
-        return ()
+    if vocabulary is None:
+        there = ", ".join(name for name in _HALVES if (folder / name).exists())
+        expected = "the other files of its tokenizer, too: without them it takes ids alone"
+        return (f"{folder}: got {there}, expected {expected}",) if there else ()
     options = reading.read_optional_json(folder / "tokenizer_config.json")
     forced = options.get(f"{_CLEAN_UP}_for_bpe_even_though_it_will_corrupt_output")
     if not read_flag(folder, options, _CLEAN_UP):

@@ -123,11 +123,20 @@ class Vocabulary(abc.ABC):
         """Returns the ids of a text of the output, which may have a tokenizer of its own."""
         return self.encode(text)
 
-    def encode_output(self, text: str) -> list[int]:
-        """Returns the ids of an output: `text` with what stands before it, and EOS."""
+    def encode_output(self, text: str, start_token: int | None = None) -> list[int]:
+        """Returns the ids of an output: `text` with what stands before it, and EOS.
+
+        Where this is the `start_token`, with which the decoder begins, it is not repeated.
+        """
         start = self._output_start
-        start = (self.frame or Frame()).before if start is None else start
+        if start is None:
+            before = tuple((self.frame or Frame()).before)
+            start = () if before == (start_token,) else before
         return [*start, *self.encode_target(text), *self.eos_ids[:1]]
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Returns the ids of what follows a prompt: `text` and EOS."""
+        return [*self.encode(text), *self.eos_ids[:1]]
 
     def with_languages(
         self, source_language: str | None = None, target_language: str | None = None
@@ -403,7 +412,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         text: str,
         eos_ids: tuple[int, ...] | None = None,
         *,
-        eos_token: str = "</s>",
+        eos_token: str | None = None,
         stop_ids: tuple[int, ...] = (),
         around: tuple[Sequence[str], Sequence[str]] | None = None,
         added: Sequence[dict[str, Any]] = (),
@@ -414,8 +423,9 @@ class TokenizerJsonVocabulary(Vocabulary):
         Args:
           text: contents of a `tokenizer.json`.
           eos_ids: the attribute; None: the id that the frame puts after a text, if it is one, else
-            the id of `eos_token`, else that of `</s>`, if there is any, and then `stop_ids`.
-          eos_token: surface form of EOS, as the tokenizer's other files give it.
+            the id of `eos_token`, else that of `</s>`, if there is any, and then `stop_ids`. Beside
+            these, a `</s>` that is neither one of them nor special is the tag of HTML.
+          eos_token: surface form of EOS, as the tokenizer's other files give it; None: they do not.
           stop_ids: ids at which the model stops, which the tokenizer need not have.
           around: tokens before and after a text, as the tokenizer's other files give them; None:
             the file's own.
@@ -458,14 +468,17 @@ class TokenizerJsonVocabulary(Vocabulary):
             self.reframe(*around)
         if eos_ids is None:
             after = self.frame.after if self.frame else ()
-            named = map(self._tokenizer.token_to_id, (eos_token, "</s>"))
-            ends = (*after[: len(after) == 1], *named)
+            named = None if eos_token is None else self._tokenizer.token_to_id(eos_token)
+            usual = self._tokenizer.token_to_id("</s>")
+            if stop_ids and usual not in (*stop_ids, *self.special_pieces().values()):
+                usual = None
+            ends = (*after[: len(after) == 1], named, usual)
             end = next((i for i in ends if i is not None), None)
             eos_ids = tuple(dict.fromkeys(stop_ids if end is None else (end, *stop_ids)))
         if not isinstance(eos_ids, list | tuple) or not all(isinstance(i, int) for i in eos_ids):
             raise mismatch_error("eos_ids", quote_value(eos_ids), "ids")
         if not eos_ids:
-            got = f"a tokenizer.json without {quote_value(eos_token)}"
+            got = f"a tokenizer.json without {quote_value(eos_token or '</s>')}"
             raise ValueError(f"got {got}, expected it or eos_ids")
         self.eos_ids = tuple(eos_ids)
         self.pad_id = self._tokenizer.token_to_id("<pad>")

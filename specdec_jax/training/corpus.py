@@ -96,7 +96,9 @@ class Pairs(Corpus):
     ) -> tuple[list[Example], int]:
         pairs: list[Example] = []
         for number, (source, target, given) in enumerate(text_files.read_examples(paths), 1):
-            output = vocabulary.encode_output(target) if given is None else given
+            output = given
+            if output is None:
+                output = self._encode_target(vocabulary, target, start_token)
             pairs.append((self._encode_source(vocabulary, source), output))
             if not all(pairs[-1]):  # the tokenizer may make no token of a text
                 got = f"{', '.join(map(str, paths))}, example {number}: got a text without tokens"
@@ -105,6 +107,11 @@ class Pairs(Corpus):
 
     def _encode_source(self, vocabulary: Vocabulary, text: str) -> list[int]:
         return vocabulary.encode_input(text)
+
+    def _encode_target(
+        self, vocabulary: Vocabulary, text: str, start_token: int | None
+    ) -> list[int]:
+        return vocabulary.encode_output(text, start_token)
 
     def texts(self, paths: Paths) -> Iterator[str]:
         return (text for pair in text_files.read_pairs(paths) for text in pair)
@@ -128,6 +135,11 @@ class Continuations(Pairs):
 
     def _encode_source(self, vocabulary: Vocabulary, text: str) -> list[int]:
         return vocabulary.encode_prompt(text)
+
+    def _encode_target(
+        self, vocabulary: Vocabulary, text: str, start_token: int | None
+    ) -> list[int]:
+        return vocabulary.encode_continuation(text)
 
     def _read(
         self, vocabulary: Vocabulary, paths: Paths, start_token: int | None

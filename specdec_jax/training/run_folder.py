@@ -39,10 +39,11 @@ class Checkpoints:
     Saving is synchronous, because the next step donates the buffers that would still be written.
 
     Attributes:
-      validation_files: hash of the validation files' contents, "" if they are not known.
+      measured: hashes of what decides the figures on the validation files, by name: parameters are
+        only compared with those for which all of them were the same.
     """
 
-    validation_files = ""
+    measured: Mapping[str, str] = {}
 
     def __init__(self, output: pathlib.Path, resume: bool = False, select: str = "loss"):
         """Opens the checkpoints in a run's folder.
@@ -50,7 +51,7 @@ class Checkpoints:
         With `resume`, what a killed process left half written is removed. `select` is what the best
         is chosen by: the lowest "loss", or the highest "acceptance" or "agreement".
         """
-        self._select = select
+        self.select = select
         shared = dict(enable_async_checkpointing=False, cleanup_tmp_directories=resume)
         newest = ocp.CheckpointManagerOptions(max_to_keep=2, **shared)
         score = dict(best_fn=self._score, best_mode="min")
@@ -73,13 +74,12 @@ class Checkpoints:
     def _score(self, metrics: Mapping[str, Any]) -> float:
         """Returns the figure to choose by, lower is better.
 
-        It is inf where another one was chosen by, or one on other validation files.
+        It is inf where another one was chosen by, or one that means something else.
         """
-        files = metrics.get("validation_files") or self.validation_files
-        if self.validation_files not in ("", files):
+        if any(metrics.get(name, value) != value for name, value in self.measured.items()):
             return math.inf
-        loss = self._select == "loss"
-        name, sign = ("validation_loss", 1) if loss else (self._select, -1)
+        loss = self.select == "loss"
+        name, sign = ("validation_loss", 1) if loss else (self.select, -1)
         return sign * metrics[name] if name in metrics else math.inf
 
     def restore(self, state: TrainState) -> TrainState:
@@ -106,7 +106,7 @@ class Checkpoints:
         """
         if not math.isfinite(loss):
             return False
-        metrics = {"validation_loss": loss, **more, "validation_files": self.validation_files}
+        metrics = {"validation_loss": loss, **more, **self.measured}
         best = self.best.best_step()
         if best is not None and self._score(self.best.metrics(best)) <= self._score(metrics):
             return False

@@ -195,6 +195,9 @@ def plan_jobs(
     kinds = {"greedy": 0} if config.greedy else {}
     kinds |= {"sampled": config.samples} if config.samples else {}
     longest, ids = config.limit_source_tokens(target), target.vocab_size
+    if longest < 1:
+        expected = f"fewer than the longest of buckets, {config.buckets[-1]}: it has the prompt too"
+        raise mismatch_error("max_new_tokens", config.max_new_tokens, expected)
     encode = vocabulary.encode_prompt if target.decoder_only else vocabulary.encode_input
     for part, texts in parts.items():
         encoded = ((encode(text), text) for text in texts if text.strip())
@@ -282,6 +285,9 @@ def _yield_lines(
         columns = (text, " ".join(output.text.split()), " ".join(map(str, output.tokens)))
         yield "\t".join(columns) + "\n"
     if len(lost) == len(texts):
-        raise lost[0]
+        # One bad source may be alone in the last shard, while a damaged target shows in the first.
+        earlier = [job.shard(place) for place in range(0, start, config.shard_size)]
+        if not any(path.stat().st_size for path in earlier):
+            raise lost[0]
     if lost:
         say(f"{len(lost):,} of {len(texts):,} outputs are left out: {lost[0].reason}")

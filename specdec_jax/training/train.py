@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,9 @@ from specdec_jax.training.run_vocabulary import RunVocabulary, choose_vocabulary
 # Files in a run's folder with the fingerprint of the teacher: if its encoder output is read, or if
 # it is not.
 _ENCODER, _TEACHER = "encoder_fingerprint", "teacher_fingerprint"
+# Settings that change the loss and no other figure on the files; label smoothing and the weights of
+# depths change none.
+_OF_THE_LOSS = ("distill_weight", "divergence", "distill_temperature", "backbone_weight")
 
 
 # The run.
@@ -171,6 +175,10 @@ def _export(
     converter.save(model, path, dtype=dtype)
 
 
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, int | float | str)
+
+
 class Run:
     """What a run needs besides its state: networks, vocabulary, batches.
 
@@ -243,8 +251,17 @@ class Run:
         self.ids.write(output)
         digests = reading.read_json(output / "contents.json")["files"]
         own = sorted(digests[name] for name in config.validation_files)
-        self.saved.validation_files = digest(value.encode() for value in own)
+        files, figure = digest(value.encode() for value in own), self._describe_figure()
+        self.saved.measured = dict(validation_files=files, figure=digest([figure.encode()]))
         return changed
+
+    def _describe_figure(self) -> str:
+        """Returns the settings that decide what is measured on the validation files, as JSON."""
+        skipped = {"label_smoothing", "depth_weight", *_OF_THE_LOSS * (self.saved.select != "loss")}
+        settings = {name: value for name, value in vars(self.objective).items() if _is_plain(value)}
+        lengths = "buckets", "target_buckets", "sequence_length"
+        settings |= {name: getattr(self.config, name, None) for name in lengths}
+        return json.dumps({k: v for k, v in settings.items() if k not in skipped}, sort_keys=True)
 
     def begin(self) -> TrainState:
         """Returns the state before the first step."""

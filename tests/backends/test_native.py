@@ -15,6 +15,7 @@ import time
 import tomllib
 
 import libraries
+import numpy as np
 import pytest
 import tiers
 from devices import names
@@ -291,6 +292,13 @@ def test_numbers_that_are_off(libraries):
     arguments = (str(libraries / "works.so"), native.TARGETS)
     ended = native._run([sys.executable, "-c", code.format(arguments)], 60)
     assert ended.code == 1 and "got outputs that are off by" in ended.error
+
+
+def test_a_nan_in_a_later_result_is_an_error_of_the_library():
+    sound, bad = np.ones(3), np.array([1, np.nan, 1])
+    assert cpu_selftest._measure_error([sound, sound + 0.5], [sound, sound]) == 0.5
+    for got in ([sound, bad], [bad, sound]):
+        assert np.isnan(cpu_selftest._measure_error(got, [sound, sound]))
 
 
 @pytest.mark.slow

@@ -172,3 +172,13 @@ def test_the_end_prints_the_outcome(validations, select, expected, tmp_path):
     run_folder.trim_log(tmp_path / "log.jsonl", 5)  # as a run does that resumes at step 5
     assert distill_lines.describe_outcome(config)[0] == expected[0].replace("6 of 9", "6 of 6")
     assert "--temperature=1" in argv and f"--input_file={tmp_path / 'validation.txt'}" in argv
+
+
+def test_the_next_command_drafts_as_the_model_was_trained(tmp_path):
+    run_folder.Checkpoints(tmp_path).keep_best(
+        1, {"a": np.zeros(2, np.float32)}, 0.5, acceptance=0.5, agreement=0.5
+    )
+    (tmp_path / "log.jsonl").write_text("")
+    config = distill.DistillConfig(target="a target", output_dir=str(tmp_path), masks=2)
+    *_, command = distill_lines.describe_outcome(config)
+    assert f"--drafter=parallel:{tmp_path / 'model'}" in shlex.split(command)

@@ -408,6 +408,7 @@ EARLY = {
     "stop": (["--stop="], "stop: got ('',), expected strings that are not empty"),
     "stop not UTF-8": (["--stop=sch\udcf6n"], r"stop 1: got 'sch\udcf6n', which is not UTF-8"),
     "deadline": (["--deadline=0"], "deadline: got 0.0, expected seconds, more than 0"),
+    "deadline endless": (["--deadline=inf"], "deadline: got inf, expected seconds, more than 0"),
     "deadline NaN": (["--deadline=nan"], "deadline: got nan, expected seconds, more than 0"),
     "stream of a batch": (
         ["--stream", "--batch_size=2"],

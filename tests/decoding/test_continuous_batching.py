@@ -306,6 +306,7 @@ BAD = [
     (dict(batch_size=0), "batch_size: got 0, expected an integer of at least 1"),
     (dict(batch_size=1.5), "batch_size: got 1.5"),
     (dict(deadline=2.0, refill=True), "deadline: got 2.0 with refill=True, expected refill=False"),
+    (dict(num_beams=2, refill=True, sampling=None), "num_beams: got beams with refill=True, exp"),
     (dict(inputs=[]), "inputs: got 0 inputs, expected at least 1"),
     (dict(inputs=[[3]] * 18 + [[4] * 9], max_input_length=8), "input 18: got 9 tokens"),
     (dict(max_new_tokens=[3, 4]), "max_new_tokens: got 2 values, expected one or 19"),

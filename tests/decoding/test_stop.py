@@ -7,6 +7,7 @@ import itertools
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import sentencepiece
@@ -268,6 +269,22 @@ def test_a_stop_string_at_the_limit_and_one_past_it():
             == result.texts
         )
     assert result.texts == ["abc", "bca"]
+
+
+@pytest.mark.parametrize("drafts", [{}, {"drafter": None, "gamma": 0}], ids=["drafts", "plain"])
+def test_what_fails_after_a_stop_string_is_no_error(drafts):
+    """Iterations go on for a while after it."""
+
+    def process(tokens, lengths, logits):
+        return jnp.where(lengths[:, None] > 3, jnp.nan, logits)
+
+    arguments = echo("bytes", inputs=["abcabc", "bcabca"]) | drafts
+    arguments |= dict(sampling=SamplingConfig(processor=process), stop="b")
+    result = generate(**arguments)
+    assert result.texts == ["a", ""] and result.finish_reasons == ["stop", "stop"]
+    assert result.errors == [None, None] and joined(stream(**arguments), 2)[0] == result.texts
+    result = generate(**arguments | dict(stop="ca", non_finite="report"))
+    assert result.finish_reasons == ["error", "stop"] and result.texts == [None, "b"]
 
 
 def test_half_a_character_at_the_end_is_what_generate_gives():

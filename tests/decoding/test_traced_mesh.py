@@ -27,7 +27,7 @@ from tools.compiled_text import collectives, loop_copies
 pytestmark = pytest.mark.slow
 SUPPORT = pathlib.Path(run.__file__).parent
 CASES = [f"{mesh}, {kind}" for mesh in ("2x2", "slices") for kind in ("chain", "tree", "beams")]
-CASES += ["1x4, sampled", "1x4, six heads, chain", "none, chain"]
+CASES += ["1x4, sampled", "1x4, int8", "1x4, six heads, chain", "none, chain"]
 MORE = [case for case in run.CASES if case not in CASES]
 
 
@@ -96,13 +96,14 @@ def test_tokens_with_the_cpus_kernels_are_those_of_one_device(with_the_cpus_kern
 
 
 def test_networks_are_laid_out_for_the_programs_devices(few):
-    """The target is divided, the drafter whole on each device.
+    """The target is divided, its copy in int8 like it, another drafter whole on each device.
 
     On unknown devices, or those that do not divide the heads, neither has an accelerator's layout.
     """
     networks = {case: found["networks"] for case, found in few.items()}
     assert networks["2x2, chain"] == [[False, "tpu", [2, 2]], [True, "tpu", [2, 1]]]
     assert networks["1x4, sampled"] == [[False, "tpu", [1, 4]], [True, "tpu", [1, 1]]]
+    assert networks["1x4, int8"] == [[False, "tpu", [1, 4]]]
     assert networks["1x4, six heads, chain"] == [[False, "cpu", None], [True, "tpu", [1, 1]]]
     assert (
         networks["slices, chain"]

@@ -222,7 +222,9 @@ def test_drafters_that_do_not_fit_are_rejected(tmp_path):
         load(other)
     with pytest.raises(ValueError, match="got one that reads the states of a target with other"):
         sd.generate(other, INPUTS, drafter=drafter, gamma=2)
-    with pytest.raises(ValueError, match=r"got \{'own_state/kernel': \(16, 16\), .*\(24, 16\)"):
+    with pytest.raises(
+        ValueError, match="got one that reads states of 24 numbers, expected the ta"
+    ):
         load(tiny_t5(1, V))
     with pytest.raises(ValueError, match="got parts of an EAGLE drafter, which only draft"):
         sd.load(path, "float32")

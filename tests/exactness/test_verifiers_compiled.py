@@ -197,6 +197,21 @@ def test_without_a_draft_the_next_token_is_the_targets(name):
     np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.parametrize("name", ["token", "block", "rejection"])
+def test_nan_after_a_token_does_not_make_the_token_rarer(name):
+    """Half of the rows begin with token 0, after which the target has NaN, and so they fail."""
+    rows, rng = 4000, np.random.default_rng(0)
+    drafted = rng.integers(2, size=(rows, 2))
+    p = np.full((rows, 3, 2), 0.5)
+    p[drafted[:, 0] == 0, 1] = np.nan
+    accept, final = rng.random((rows, 2)), rng.random((rows, 3))
+    n, following = run(name, p, p[:, :1].repeat(2, 1), drafted, np.full(rows, 2), accept, final).T
+    first = np.where(n > 0, drafted[:, 0], following)
+    assert abs(np.mean(first == 0) - 0.5) < 4.5 * 0.5 / rows**0.5
+    kept = (first == 0) & (n > 0)
+    assert np.any(kept) and np.all(n[kept] == 1) and np.all(following[kept] == -1)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_jax_couples_as_enumerated(dtype):
     p, q, _, wanted, accept, final = grid("gumbel", False)

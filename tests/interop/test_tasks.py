@@ -159,6 +159,32 @@ def test_the_vocabulary_of_a_model(tmp_path):
     sd.save(sd.LanguageModel.random(config), tmp_path / "none")
     with pytest.raises(ValueError, match="vocabulary: got .*none' without a SentencePiece model"):
         tasks._make_vocabulary(str(tmp_path / "none"), 0)
+    whole = sd.LanguageModel.random(config)
+    sd.save(whole, tmp_path / "t5x", format="t5x", say=lambda line: None)
+    (step,) = (tmp_path / "t5x").glob("checkpoint_*")
+    (step / "sentencepiece.model").write_bytes(pieces.model)
+    assert tasks._make_vocabulary(str(tmp_path / "t5x"), 0).vocab_size == 36
+
+
+@needs_seqio
+def test_sentinels_are_added_to_a_file_without(tmp_path, monkeypatch):
+    """Under `~` as well; T5's file is in a store, and read when it is needed."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    pieces = SentencePieceVocabulary.train(command_line.TEXT, 36)
+    (tmp_path / "plain.model").write_bytes(pieces.model)
+    added = seqio.SentencePieceVocabulary(str(tmp_path / "plain.model"), 100)
+    (tmp_path / "with.model").write_bytes(added.sp_model)
+    sizes = {
+        (name, number): tasks._make_vocabulary(f"~/{name}.model", number).vocab_size
+        for name, number in itertools.product(("plain", "with"), (None, 0))
+    }
+    assert sizes == {
+        ("plain", None): 136,
+        ("plain", 0): 36,
+        ("with", None): 136,
+        ("with", 0): 136,
+    }
+    assert tasks._make_vocabulary(tasks.T5_VOCABULARY, None).extra_ids == 100
 
 
 # What is rejected.

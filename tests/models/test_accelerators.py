@@ -180,7 +180,7 @@ def test_tokens_do_not_depend_on_the_layout_of_caches(family, mode, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", [pytest.param("gpu", marks=pytest.mark.slow), "tpu"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_a_token_of_nan_that_is_rejected_reaches_nothing(platform):
     """The target reads a drafted token with NaN for embedding, keys and values."""
     plain = sd.generate(t5(), INPUTS, max_new_tokens=12)

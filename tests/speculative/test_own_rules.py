@@ -22,6 +22,7 @@ from specdec_jax.speculative.randomness import draw
 from specdec_jax.speculative.state import Draft
 from specdec_jax.speculative.tree_verifiers import TreeVerifier, walk
 from specdec_jax.speculative.trees import POINTS
+from specdec_jax.speculative.verifier import Verification
 from specdec_jax.speculative.verifiers import (
     VERIFIERS,
     correct,
@@ -79,6 +80,21 @@ def test_the_package_takes_its_own_parameters_either_way():
         decode(verifier=lenient.with_parameters(lenience=0.3)).tokens, by_argument
     )
     assert lenient.with_parameters(lenience=0.3) == lenient, "one program for all values"
+
+
+def accept_all(logits, draft_tokens, num_drafted, accept, settings):
+    """Accepts every token at temperature 0."""
+    best = jnp.argmax(logits, axis=-1)
+    return Verification(num_drafted, take_at(best, num_drafted))
+
+
+@pytest.mark.parametrize("softens", [True, False])
+def test_a_rule_for_temperature_0_holds_beside_rows_that_are_sampled(softens):
+    own = dataclasses.replace(MIRRORED, exact=False, softens=softens, verify_greedily=accept_all)
+    alone = decode(verifier=own, sampling=sd.SamplingConfig(temperature=0.0))
+    mixed = decode(verifier=own, sampling=sd.SamplingConfig(temperature=[0.0, 1.0]))
+    np.testing.assert_array_equal(mixed.tokens[0], alone.tokens[0])
+    assert accepted(alone)[0] == accepted(mixed)[0] == alone.stats.per_row[0].drafted > 0
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(autotune, "_known", {})
     monkeypatch.setattr(autotune, "_learned", {})
+    monkeypatch.setattr(autotune, "_times", {})
     monkeypatch.setattr(request, "is_measurable", lambda network: True)
     before = jax.config.jax_compilation_cache_dir
     yield tmp_path / "cache/specdec_jax/costs"

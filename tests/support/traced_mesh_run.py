@@ -22,6 +22,7 @@ from specdec_jax.backends.sharding import AXES, ShardingRules
 from specdec_jax.decoding import ambient_mesh, under_jit
 from specdec_jax.decoding.under_jit import Decoder
 from specdec_jax.decoding.under_jit_beams import BeamDecoder
+from specdec_jax.drafters.traced_target import TracedSelf
 from specdec_jax.models.parameters import flatten, unflatten
 
 V, LENGTH = 24, 12
@@ -40,6 +41,7 @@ def decoders(target: sd.LanguageModel, drafter) -> dict:
         "chain": Decoder(target.config, drafter, gamma=3),
         "sampled": Decoder(target.config, drafter, gamma=3, sampling=SAMPLED),
         "tree": Decoder(target.config, drafter, gamma="auto", tree=sd.Tree.uniform((2, 1))),
+        "int8": Decoder(target.config, TracedSelf(), gamma=3),
         "n-grams": Decoder(target.config, sd.PromptLookupDrafter(), gamma=3),
         "beams": BeamDecoder(target.config, drafter, gamma=2),
     }
@@ -79,7 +81,7 @@ def decode(decoder, params: dict, mesh: Mesh | None) -> list:
 
 
 MESHES = ("1x4", "2x2", "4x1", "slices", "none")
-KINDS = ("plain", "chain", "sampled", "tree", "n-grams", "beams")
+KINDS = ("plain", "chain", "sampled", "tree", "int8", "n-grams", "beams")
 CASES = [f"{mesh}, {kind}" for mesh in MESHES for kind in KINDS] + [
     f"1x4, six heads, {kind}" for kind in KINDS
 ]

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tokenizers
 from gemma_tokenizer import END, SPECIAL, make_lines, write_tokenizer
 
 from specdec_jax.decoding.stop import strip_end
@@ -37,6 +38,33 @@ def test_lines_beside_the_library(tmp_path):
     used = {i for line in lines for i in vocabulary.encode(line)}
     assert used >= {END, vocabulary._tokenizer.token_to_id("▁▁")}
     assert len(used & set(range(len(SPECIAL), len(SPECIAL) + 256))) > 30  # bytes
+
+
+def test_no_mark_of_a_texts_beginning_stands_before_an_output(tmp_path):
+    """Nor is <bos> twice where a decoder begins with it, as T5Gemma's does."""
+    write_tokenizer(tmp_path)
+    vocabulary = open_vocabulary(tmp_path)
+    ids = [*vocabulary.encode("the river"), EOS]
+    assert vocabulary.encode_continuation("the river") == ids
+    assert vocabulary.encode_output("the river", BOS) == ids
+    assert vocabulary.encode_output("the river", 0) == [BOS, *ids]
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_tag_of_html_is_no_end(special, tmp_path):
+    """Gemma has `</s>` among its ordinary tokens; without other files the model's ids decide."""
+    tokenizer = tokenizers.Tokenizer.from_str(write_tokenizer(tmp_path).to_str())
+    tokenizer.add_tokens([tokenizers.AddedToken("</s>", normalized=False, special=special)])
+    tag = tokenizer.token_to_id("</s>")
+    for stops, expected in (((EOS, END), (EOS, END)), ((), (tag,)), ((END, tag), (tag, END))):
+        found = TokenizerJsonVocabulary(tokenizer.to_str(), stop_ids=stops)
+        assert found.eos_ids == ((tag, *stops) if special and tag not in stops else expected)
+    (tmp_path / "tokenizer_config.json").unlink()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    found = open_vocabulary(tmp_path)
+    assert found.eos_ids == ((tag, EOS, END) if special else (EOS, END))
+    text = "a </s> b"
+    assert (found.decode(found.encode(text)) == text) is not special
 
 
 def test_marks_of_turns_are_one_id_each(tmp_path):

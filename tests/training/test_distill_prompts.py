@@ -4,13 +4,14 @@ import json
 
 import numpy as np
 import pytest
+from gemma_tokenizer import write_tokenizer
 from toy_training import TINY, TINY_GPT
 
 import specdec_jax as sd
 from specdec_jax.commands import distill
 from specdec_jax.models.config_validation import FieldError
 from specdec_jax.models.gemma import GemmaConfig
-from specdec_jax.tokenizers import vocabularies
+from specdec_jax.tokenizers import huggingface_folders, vocabularies
 from specdec_jax.training import corpus, losses
 from specdec_jax.training.batches import PADDING
 from specdec_jax.training.config import TrainConfig
@@ -126,6 +127,18 @@ def test_outputs_alone_are_learned(vocabulary, tmp_path):
         assert set(inputs[length:]) | set(targets[length:]) == {PADDING}
 
 
+def test_no_mark_of_a_beginning_stands_between_prompt_and_output(tmp_path):
+    """A Gemma's prompt begins with <bos> (2), and what follows it does not."""
+    write_tokenizer(tmp_path)
+    gemma = huggingface_folders.open_folder(tmp_path, (1,))
+    (tmp_path / "pairs.tsv").write_text("the river\tthen over\n")
+    made = corpus.Continuations((32,), ()).batches(gemma, [tmp_path / "pairs.tsv"], 512, 64, 0)
+    prompt, output = gemma.encode("the river"), gemma.encode("then over")
+    fed = made[0].inputs[0]
+    assert fed[fed > 0].tolist() == [2, *prompt, *output]
+    assert made[0].targets[0, len(prompt) : len(prompt) + len(output) + 1].tolist() == [*output, 1]
+
+
 def test_masks_stand_in_outputs_alone():
     targets = np.full((64, 12), PADDING, np.int32)
     targets[:, 4:10] = 7
@@ -165,7 +178,9 @@ def test_what_does_not_fit_is_rejected(folder, monkeypatch):
     monkeypatch.setattr(distill, "write_outputs", None)
     with pytest.raises(ValueError, match="target: got 40 positions, expected at least 64, of buc"):
         distill.run(configure(folder, buckets=(64,)))
-    with pytest.raises(ValueError, match="train: got no source of at most 0 tokens"):
+    with pytest.raises(
+        ValueError, match="max_new_tokens: got 8, expected fewer than the longest o"
+    ):
         distill.run(configure(folder, buckets=(8,)))
     settings = dict(train_files="a", validation_files="a", output_dir="b", vocabulary_size=40)
     for wrong, message in (

@@ -38,10 +38,10 @@ def target():
     return sd.LanguageModel(model.config, params, ByteVocabulary(0), name="damaged", eos_ids=())
 
 
-def lines(target, texts, printed):
+def lines(target, texts, printed, start=0, path=pathlib.Path("a.tsv")):
     ids = [target.vocabulary.encode(text) + [1] for text in texts]
-    job = sequence_distillation.Job(pathlib.Path("a.tsv"), ids, texts, 0, 0)
-    return list(sequence_distillation._yield_lines(SETTINGS, target, job, 0, printed.append))
+    job = sequence_distillation.Job(path, ids, texts, 0, 0)
+    return list(sequence_distillation._yield_lines(SETTINGS, target, job, start, printed.append))
 
 
 @pytest.mark.slow
@@ -60,3 +60,16 @@ def test_a_target_without_any_output_is_an_error(target):
         sd.NonFiniteLogitsError, match="^input 0: got logits from the target damaged"
     ):
         lines(target, ["#", "t#o"], [])
+
+
+@pytest.mark.parametrize("before", ["a\tb\t5\n", ""])
+def test_a_source_alone_in_the_last_shard_is_left_out(target, tmp_path, before):
+    path, printed = tmp_path / "outputs.tsv", []
+    texts = ["one"] * SETTINGS.shard_size + ["t#o"]
+    (tmp_path / "outputs.000000000.tsv").write_text(before)
+    how = dict(printed=printed, start=SETTINGS.shard_size, path=path)
+    if before:
+        assert lines(target, texts, **how) == [""] and "1 of 1 outputs are left" in printed[0]
+    else:
+        with pytest.raises(sd.NonFiniteLogitsError):
+            lines(target, texts, **how)

@@ -130,15 +130,16 @@ def test_the_best_on_other_validation_files_is_not_compared(finished, language, 
     output = tmp_path / "run"
     subprocess.run(["cp", "-r", finished[0].output_dir, output], check=True)
     saved = run_folder.Checkpoints(output)
-    saved.validation_files = "of others"
+    saved.measured = {"validation_files": "of others"}
     assert saved.keep_best(3, finished[2], -99.0) and saved.best.all_steps() == [3]
     train.fit(config_of(language, output))
     assert run_folder.Checkpoints(output).best.best_step() == 3, "nothing was validated since"
     train.fit(config_of(language, output, steps=16))
     again = run_folder.Checkpoints(output)
     assert again.best.all_steps() == [16]
-    again.validation_files = again.best.metrics(16)["validation_files"]
-    assert again.validation_files and not again.keep_best(17, finished[2], 99.0)
+    metrics = again.best.metrics(16)
+    again.measured = {name: metrics[name] for name in ("validation_files", "figure")}
+    assert all(again.measured.values()) and not again.keep_best(17, finished[2], 99.0)
 
 
 @pytest.mark.slow

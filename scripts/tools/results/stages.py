@@ -36,7 +36,7 @@ STAGES: dict[str, Stage] = {
     "texts": Stage(_OVER_PLAIN, (8, 0.8), pair.measure_texts, format_speed, by_sentence=True),
     "auto": Stage(
         "64 inputs: over plain; inputs a second",
-        (20, None),
+        (25, None),
         whole_files.measure_auto,
         whole_files.format_file,
         whole_files.format_gain,

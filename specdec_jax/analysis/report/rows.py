@@ -71,7 +71,8 @@ def _benchmark_rows(record: records.BenchmarkRecord) -> list[Row]:
                 _name_verifier(record.options, variant.synthetic_alpha),
                 gamma=variant.gamma,
                 alpha=stats.acceptance_rate if alpha is None else alpha,
-                cost_ratio=record.cost_ratio,
+                # Between target calls, as in the prediction beside it.
+                cost_ratio=(variant.predicted or {}).get("cost_ratio", record.cost_ratio),
                 verify_cost=record.verify_cost.get(gamma),
                 tokens_per_call=stats.tokens_per_target_call,
                 predicted=(variant.predicted or {}).get(variant.prediction),

@@ -320,7 +320,7 @@ struct Kind<int8_t> {
     return (Sum)_mm512_dpwssd_epi32((__m512i)sum, _mm512_set1_epi32(x), (__m512i)w);
 #elif defined(__AVX512BW__)
     return sum + (Sum)_mm512_madd_epi16(_mm512_set1_epi32(x), (__m512i)w);
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVX512F__)
     return sum + (Sum)_mm256_madd_epi16(_mm256_set1_epi32(x), (__m256i)w);
 #else
     return sum + (w >> 16) * (x >> 16) + (w << 16 >> 16) * (int32_t)(int16_t)x;
@@ -359,7 +359,7 @@ struct Kind<Quad> {
     return sum + (Sum)_mm512_madd_epi16(two, _mm512_set1_epi16(1));
 #elif defined(__AVXVNNI__)
     return (Sum)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, _mm256_set1_epi32(x));
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVX512F__)
     const __m256i u = (__m256i)w, two = _mm256_maddubs_epi16(_mm256_abs_epi8(u), _mm256_sign_epi8(_mm256_set1_epi32(x), u));
     return sum + (Sum)_mm256_madd_epi16(two, _mm256_set1_epi16(1));
 #else

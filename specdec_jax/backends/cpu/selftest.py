@@ -54,10 +54,22 @@ def check() -> None:
             out[0] = out[0].update(dtype=np.int32)
         call = functools.partial(jax.ffi.ffi_call(f"specdec_{name}", out), **attributes)
         got = jax.jit(call)(*arguments)
-        off = max(np.abs(np.asarray(a) - b).max() / np.abs(b).max() for a, b in zip(got, expected))
+        off = _measure_error(got, expected)
         if not off < _TOLERANCE:
             most = f"expected at most {_TOLERANCE:g}"
             sys.exit(f"specdec_{name}: got outputs that are off by {off:.2g}, {most}")
+
+
+def _measure_error(got: Any, expected: Any) -> float:
+    """Returns the greatest relative error of any result; NaN if one of them has NaN.
+
+    Python's `max` would pass over a NaN that is not the first.
+    """
+    import numpy as np
+
+    return float(
+        np.max([np.abs(np.asarray(a) - b).max() / np.abs(b).max() for a, b in zip(got, expected)])
+    )
 
 
 def _product_cases(rng: Any) -> list[tuple]:
