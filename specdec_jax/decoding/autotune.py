@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import pathlib
 import platform
@@ -63,6 +64,9 @@ _NEVER = 1e6  # a cost at which a draft is never chosen
 _REMEMBERED, _WEIGHT, _LOOK = 60, 12.0, 16
 # How many batches are timed before their times count, the first left out; and how many do at most.
 _FEW, _TIMES = 2, 5
+# The share of time that looks at the slower way may take, but for one in `_LOOK`; after how many
+# choices without enough times rates decide.
+_SHARE, _HOPELESS = 0.01, 12
 # Seconds for all passes; least and most passes; seconds and most iterations of one timed call,
 # which must be long enough for its start not to count, and else short: then on a busy machine some
 # of many calls are not interrupted.
@@ -127,7 +131,7 @@ class Costs(NamedTuple):
         """Returns the policy for `rows` rows decoded together, which begin with what was `learned`.
 
         None if plain decoding is faster by what was learned, for outputs of up to `limit` tokens,
-        or by the `times` of batches; one in `_LOOK` requests looks at the other way all the same.
+        or by the `times` of batches; now and then the other way is looked at all the same.
         """
         costs, rate = np.array(self.iterations), self.acceptance
         begin = {"acceptance": rate}
@@ -141,9 +145,9 @@ class Costs(NamedTuple):
             # one that never does.
             best = self._expected(rows, rate).min() + self.prefill / learned.expected_length(limit)
             faster = best < 1 / (1 + _GAIN_KNOWN)
-            if times is not None and times.drafting:
+            if times is not None and times.decide:
                 # Rows wait for the slowest, and rows that are done cost little: no rate tells.
-                if times.faster() == look:
+                if not times.drafts:
                     return None
             elif learned.examined and not look and not faster:
                 return None
@@ -192,22 +196,41 @@ class Times(NamedTuple):
     Attributes:
       drafting, plain: seconds with drafts, and without, over the number of iterations that plain
         decoding would take. The first of each is left out of all judgement: a program was compiled.
+      choices: how often γ was chosen by them so far.
     """
 
     drafting: tuple[float, ...] = ()
     plain: tuple[float, ...] = ()
+    choices: int = 0
 
     @property
     def few(self) -> bool:
         """Whether more are needed of one kind."""
         return min(len(self.drafting), len(self.plain)) <= _FEW
 
-    def faster(self) -> bool:
-        """Returns whether batches were faster with drafts; what was timed too seldom counts so."""
+    @property
+    def decide(self) -> bool:
+        """Whether a choice is made by them: not if many brought none, as of too short batches."""
+        return not self.few or self.choices < _HOPELESS
+
+    def _compare(self) -> tuple[float, bool]:
+        """Returns the speed with drafts over that without, and whether the slower way is due."""
+        gain = float(np.median(self.plain[1:]) / np.median(self.drafting[1:]))
+        lost = max(gain, 1 / gain) - 1
+        return gain, self.choices % max(_LOOK, math.ceil(lost / _SHARE)) == 0
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the next batches draft: if that was faster, or to find out."""
         if self.few:
             return len(self.drafting) <= _FEW
-        gain = np.median(self.plain[1:]) / np.median(self.drafting[1:])
-        return bool(gain > 1 + _GAIN_KNOWN)
+        gain, other = self._compare()
+        return (gain > 1 + _GAIN_KNOWN) != other
+
+    @property
+    def looks(self) -> bool:
+        """Whether the next batches are to find out."""
+        return self.few or self._compare()[1]
 
     def add(self, seconds: float, drafts: bool) -> "Times":
         """Returns the times with those of another batch."""
@@ -216,7 +239,13 @@ class Times(NamedTuple):
         return self._replace(drafting=latest) if drafts else self._replace(plain=latest)
 
 
-def autotune(plan: Plan, first: bool = False, once: bool = False, width: int | None = None) -> Plan:
+def autotune(
+    plan: Plan,
+    first: bool = False,
+    once: bool = False,
+    timed: str | None = None,
+    width: int | None = None,
+) -> Plan:
     """Chooses γ = "auto" by what iterations cost here; returns the plan with the choice.
 
     The first call of a kind measures the costs, and keeps them for this process and, in a small
@@ -227,6 +256,8 @@ def autotune(plan: Plan, first: bool = False, once: bool = False, width: int | N
       plan: the checked arguments.
       first: whether to draft as at the first call of a kind, whatever earlier requests have shown.
       once: whether the choice is for all inputs of a job, so that later ones cannot learn from it.
+      timed: the program that decodes whole batches and tells `record` how long they took; None:
+        nothing does. Where several rows are timed, their times decide.
       width: padded length of the inputs that it is for; None: that of all.
     """
     if plan.auto_rows is None:
@@ -236,19 +267,22 @@ def autotune(plan: Plan, first: bool = False, once: bool = False, width: int | N
     if not costs.pays(rows, plan.may_learn and not once, limit):
         return plan.plainly()
     learned, own = None, f"{key} {_identify(plan.network)} {_identify(plan.drafter)}"
-    width = bucket_length(int(plan.input_lengths.max())) if width is None else width
-    times = _times.get((own, width), Times()) if rows > 1 else Times()
+    times, place, looks = None, None, False
     if plan.may_learn and not first:
         learned = _learned.get(own, Learned())
         _learned[own] = learned._replace(requests=learned.requests + 1)
+        looks = learned.requests % _LOOK == 0 or not learned.examined and learned.requests < 2
+    if learned is not None and timed is not None and rows > 1:
+        width = bucket_length(int(plan.input_lengths.max())) if width is None else width
+        place = own, timed, width, plan.slots
+        times = _times.get(place, Times())
+        _times[place] = times._replace(choices=times.choices + 1)
+        looks = times.looks if times.decide else looks
     policy = costs.policy(rows, learned, limit, times)
-    looks = learned is not None and (
-        not learned.examined or learned.requests % _LOOK == 0 or bool(times.drafting) and times.few
-    )
+    known: dict[str, Any] = dict(learned_key=own, times_key=place, looks=looks)
     if policy is None:
-        return dataclasses.replace(plan.plainly(), learned_key=own, looks=looks)
-    policy = policy.rows(len(plan.limits))
-    return dataclasses.replace(plan, policy=policy, learned_key=own, auto_rows=None, looks=looks)
+        return dataclasses.replace(plan.plainly(), **known)
+    return dataclasses.replace(plan, policy=policy.rows(len(plan.limits)), auto_rows=None, **known)
 
 
 def may_pay(plan: Plan) -> bool:
@@ -275,14 +309,11 @@ def find_costs(plan: Plan, key: str | None = None) -> Costs:
     return costs
 
 
-def record(
-    request: Request, result: GenerationResult, timed: tuple[int, float] | None = None
-) -> None:
+def record(request: Request, result: GenerationResult, seconds: float | None = None) -> None:
     """Records how many drafted tokens were accepted, for later requests with γ = "auto".
 
-    Results with errors are left out, as are requests whose outputs would depend on it. `timed` is
-    the padded length of the inputs and the seconds of a batch of several rows, which ended with its
-    last row.
+    Results with errors are left out, as are requests whose outputs would depend on it. `seconds` is
+    the time of a whole batch, which ended with its last row.
     """
     if request.learned_key is not None and not any(result.errors):
         examined = int(result.stats.examined_by_position.sum())
@@ -291,10 +322,10 @@ def record(
         # Those of requests without drafts, which forget nothing, would count for ever.
         ends = (int(result.lengths.sum()), ended) if examined else (0, 0)
         learn(request.learned_key, Learned(examined, accepted, 0, *ends))
-        if timed is not None and len(result.lengths) > 1 and result.lengths.any():
-            place, seconds = (request.learned_key, timed[0]), timed[1] / int(result.lengths.max())
-            before = _times.get(place, Times())
-            _times[place] = before.add(seconds, request.drafter is not None)
+        place = request.times_key
+        if place is not None and seconds is not None and result.lengths.any():
+            drafts, each = request.drafter is not None, seconds / int(result.lengths.max())
+            _times[place] = _times.get(place, Times()).add(each, drafts)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "slots"))
@@ -312,12 +343,12 @@ def _init_drafter(
     return drafter.init(ids, given.input_lengths, given.tokens, slots, **shared)
 
 
-# What this process knows, by the keys of `costs_key`, and of `Plan.learned_key`, times by padded
-# lengths, too; descriptions by
+# What this process knows, by the keys of `costs_key`, and of `Plan.learned_key`, times by
+# `Plan.times_key`; descriptions by
 # `id` of what they describe; numbers of what has certain arrays, by their `id`s, and by its own.
 _known: dict[str, Costs] = {}
 _learned: dict[str, Learned] = {}
-_times: dict[tuple[str, int], Times] = {}
+_times: dict[tuple, Times] = {}
 _described: dict[int, tuple[weakref.ref, str]] = {}
 _numbered: dict[tuple[int, ...], tuple[list[weakref.ref], int]] = {}
 _folder: pathlib.Path | None = None

@@ -93,11 +93,6 @@ class Rows:
         self.owners, self.starts = np.full(total, -1), np.ones(total, np.int32)
 
     @property
-    def width(self) -> int:
-        """The padded length of the inputs."""
-        return self._width
-
-    @property
     def left(self) -> bool:
         """Whether inputs have no places yet."""
         return bool(self._queue or self._ready)

@@ -29,7 +29,14 @@ from specdec_jax.backends.sharding import row_multiple
 from specdec_jax.decoding import autotune
 from specdec_jax.decoding.batch_rows import LEAST, Rows
 from specdec_jax.decoding.checks import UnsupportedCombination, unsupported
-from specdec_jax.decoding.generate import FOREVER, STOP_EVERY, advance, complete, mark_stopped
+from specdec_jax.decoding.generate import (
+    FOREVER,
+    STOP_EVERY,
+    advance,
+    complete,
+    mark_stopped,
+    what_is_timed,
+)
 from specdec_jax.decoding.generation_config import ConfigOrPath, document_options, split_options
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.languages import list_codes
@@ -304,12 +311,13 @@ def _decode_batches(
     order = np.argsort(plan.lengths + plan.prefix_lengths, kind="stable").tolist()
     batches = [order[first : first + size] for first in range(0, len(order), size)]
     batches = [numbers for numbers in batches if not skip.issuperset(numbers)]
-    until = 0
+    until, width = 0, 0
     for place, numbers in enumerate(batches):
         plan, start_time = update_drafter(target, plan, learner), time.monotonic()
-        if place == until or learner is not None:
-            longest = int(plan.input_lengths[np.array(numbers)].max())
-            chosen = autotune.autotune(plan, width=bucket_length(longest))
+        longest = bucket_length(int(plan.input_lengths[np.array(numbers)].max()))
+        if place == until or longest != width or learner is not None:
+            width = longest
+            chosen = autotune.autotune(plan, timed=what_is_timed(plan), width=width)
             until = place + _count_batches(chosen)
         result = complete(target, chosen, numbers + [-1] * (size - len(numbers)), start_time)
         outputs = iter(_collect_outputs(result))
@@ -373,7 +381,8 @@ def _decode_queues(
     for width, numbers in divide(plan.input_lengths.tolist(), size):
         left, still = [number for number in numbers if number not in skip], waits
         while left:
-            chosen = autotune.autotune(plan, width=width)
+            timed = "rows" if still and learner is None and not plan.stop else None
+            chosen = autotune.autotune(plan, timed=timed, width=width)
             most = len(left) if plan.auto_rows is None else _count_batches(chosen) * size
             part, left = left[:most], left[most:]
             rows = Rows(chosen, size, width, part, still, caches)
@@ -389,14 +398,12 @@ def _decode_rows(
     plan = rows.plan
     samples, request = plan.samples, plan.request()
     every = np.int32(STOP_EVERY if plan.stop else FOREVER)
-    finished: tuple[np.ndarray, Committed, tuple[int, float] | None] | None = None
+    finished: tuple[np.ndarray, Committed, float | None] | None = None
     gathered: dict[int, dict[int, Output]] = collections.defaultdict(dict)
 
-    def deliver(
-        owners: np.ndarray, committed: Committed, timed: tuple[int, float] | None
-    ) -> Iterator:
+    def deliver(owners: np.ndarray, committed: Committed, seconds: float | None) -> Iterator:
         result = collect(target, committed, request.take(owners))
-        autotune.record(request, result, timed)
+        autotune.record(request, result, seconds)
         for owner, output in zip(owners.tolist(), _collect_outputs(result), strict=True):
             number, sample = divmod(owner, samples)
             gathered[number][sample] = output
@@ -412,11 +419,12 @@ def _decode_rows(
             rows.prefill_ahead()
         if finished is not None:
             yield from deliver(*finished)  # while the device is busy
+            whole &= not state.done.is_ready()  # else it may have waited for the caller
         if plan.stop:
             state = mark_stopped(target, state, rows.starts, plan.stop)
         done = rows.take_done(state)
-        timed = (rows.width, time.perf_counter() - start) if whole else None
-        finished = None if done is None else (*done, timed)
+        seconds = time.perf_counter() - start if whole else None
+        finished = None if done is None else (*done, seconds)
     if finished is not None:
         yield from deliver(*finished)
 

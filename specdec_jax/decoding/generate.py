@@ -97,7 +97,7 @@ def generate(
     config, _ = split_options(config, options)
     data = CallData(drafter, key, input_lengths, attention_mask, decoder_prefix)
     plan = plan_decoding(target, inputs, config=config, **data._asdict())
-    plan = autotune.autotune(plan)
+    plan = autotune.autotune(plan, timed=what_is_timed(plan))
     result = complete(target, plan, None, start_time)
     return result.checked(config.non_finite == "report")
 
@@ -190,7 +190,7 @@ def complete(
       numbers: those of the inputs, as for `Plan.start`.
       start_time: when the deadline began to count (`time.monotonic()`).
     """
-    timed: tuple[int, float] | None = None
+    seconds: float | None = None
     if plan.stop or plan.deadline:
         state, request = plan.start(numbers)
         every = np.int32(1 if plan.deadline else STOP_EVERY)
@@ -199,13 +199,16 @@ def complete(
         result = collect(target, state, request)
     else:
         request, begin = plan.request(numbers), time.perf_counter()
-        *arguments, given = plan.arguments(numbers)
-        committed = read_arrays(_decode(*arguments, given, FOREVER))
-        width = given.inputs.shape[1] or given.tokens.shape[1]
-        timed = width, time.perf_counter() - begin
+        committed = decode_plan(plan, numbers)
+        seconds = time.perf_counter() - begin
         result = collect(target, committed, request)
-    autotune.record(request, result, timed)
+    autotune.record(request, result, seconds)
     return result
+
+
+def what_is_timed(plan: Plan) -> str | None:
+    """Returns the name of the program that `complete` times, None if it does not."""
+    return None if plan.stop or plan.deadline else "whole"
 
 
 def decode_plan(
@@ -289,7 +292,9 @@ def warm_up(
         plan = plan_decoding(target, inputs, config=config, input_lengths=whole, **options)
         plan = autotune.autotune(plan, first=True)
         _run_once(target, plan)
-        if plan.learned_key and plan.config.gamma:  # later calls may decode plainly
+        if (
+            plan.may_learn and plan.learned_key and plan.config.gamma
+        ):  # later calls may decode plainly
             _run_once(target, plan.plainly())
     return len(lengths) * len(sizes)
 

@@ -101,6 +101,7 @@ class Request:
       config: static settings of the loop.
       learned_key: key under which `autotune.record` keeps the number of accepted tokens; None:
         it keeps nothing, since outputs would depend on it.
+      times_key: key of how long batches took, or None.
     """
 
     network: Network
@@ -114,6 +115,7 @@ class Request:
     inputs: np.ndarray
     config: AnyConfig
     learned_key: str | None = None
+    times_key: tuple | None = None
 
     def take(self, rows: np.ndarray) -> "Request":
         """Returns the request of `rows` only."""
@@ -140,6 +142,7 @@ class Plan:
       empty: `[N]` bool, inputs with nothing to decode.
       key: one key, N keys, or None for the default.
       rows, settings, policy: settings of sampling, verifier and γ per input.
+      times_key: key of the times of batches; None: nothing times them.
       looks: whether `autotune` chose γ to find out whether drafting pays.
       draft_rows: settings of the drafter's sampling per input; None: the target's.
       bias: `[V]`, what is added to the logits of all rows, or None.
@@ -171,6 +174,7 @@ class Plan:
     bias: np.ndarray | None
     auto_rows: int | None = None
     learned_key: str | None = None
+    times_key: tuple | None = None
     looks: bool = False
     draft_rows: SamplingRows | None = None
 
@@ -288,6 +292,7 @@ class Plan:
             numbers,
             self.config,
             self.learned_key if self.may_learn else None,
+            self.times_key,
         )
 
 

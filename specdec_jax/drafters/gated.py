@@ -70,6 +70,8 @@ class GatedDrafter(Drafter):
 
     varies: ClassVar[Any] = True
     draws: ClassVar[bool] = False
+    reads_encoder: ClassVar[Any] = property(lambda self: self.drafter.reads_encoder)
+    needs_target_state: ClassVar[Any] = property(lambda self: self.drafter.needs_target_state)
     reads_states: ClassVar[Any] = property(lambda self: self.drafter.reads_states)
     reads_logits: ClassVar[Any] = property(lambda self: self.drafter.reads_logits)
     remembers: ClassVar[Any] = property(lambda self: self.drafter.remembers)

@@ -28,7 +28,7 @@ NUMBERS = "vocab_size", "order", "start_token", "continuations"
 _MAX_ORDER, _MAX_CONTINUATIONS = 16, 2**20
 # The errors that reading somebody else's archive may raise. numpy parses an array's header as
 # Python source.
-_UNREADABLE = (
+UNREADABLE = (
     ValueError,
     EOFError,
     OSError,
@@ -114,7 +114,7 @@ def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         with places.open_copies(place) as (copy,):
             values = _read_arrays(copy)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         got = f"a file that cannot be read ({error_reason(error)})"
         raise ValueError(f"{path}: got {got}, expected an n-gram table") from None
     known = {*ARRAYS, *NUMBERS, "fingerprint"}

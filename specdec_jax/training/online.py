@@ -7,7 +7,6 @@ import io
 import json
 import os
 import time
-import zipfile
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +18,7 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.checks import check_pair
 from specdec_jax.decoding.learning import FinishedOutput
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.drafters.ngram_table import UNREADABLE
 from specdec_jax.files.reading import MOST_BYTES, mismatch_error, read_bytes
 from specdec_jax.files.writing import write_file
 from specdec_jax.models import arguments, weight_layouts
@@ -335,7 +335,7 @@ class OnlineDistillation:
             counts = {name: type(getattr(self, name))(record[name]) for name in _COUNTS}
             elapsed, form = float(record["elapsed"]), record["format"]
             others = [name for name, part in self._parts().items() if record[name] != part]
-        except (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
+        except (*UNREADABLE, TypeError, OverflowError) as error:
             raise mismatch_error(
                 path, f"a damaged file ({error})", "what a learner saved"
             ) from None

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import time
 import types
 
 import cost_folders
@@ -524,28 +525,38 @@ def test_parts_of_a_queue_learn_from_those_before(models, measured, monkeypatch)
 
 
 def test_times_of_batches_decide_for_several_rows():
-    """Both ways are timed first; one choice in 16 looks at the other; single rows go by rates."""
+    """Both ways are timed first; now and then a choice looks at the slower; else rates decide."""
     fast, slow = (9.0, 0.8, 0.9, 0.8), (9.0, 1.0, 1.1, 1.0)  # the first has a compilation in it
-    good, bad = autotune.Learned(60, 50, 1), autotune.Learned(60, 0, 1)
+    good, bad, Times = autotune.Learned(60, 50, 1), autotune.Learned(60, 0, 1), autotune.Times
     cases = {
-        "none timed": (good, autotune.Times()),
-        "few with drafts": (bad, autotune.Times(slow[:2])),
-        "none without": (good, autotune.Times(fast)),
-        "faster with": (bad, autotune.Times(fast, slow)),
-        "the same, a look": (bad._replace(requests=16), autotune.Times(fast, slow)),
-        "slower with": (good, autotune.Times(slow, fast)),
-        "the same, a look at drafts": (good._replace(requests=16), autotune.Times(slow, fast)),
+        "none timed": (bad, Times(), True),
+        "few with drafts": (bad, Times(slow[:2], (), 3), True),
+        "none without": (good, Times(fast, (), 3), False),
+        "faster with": (bad, Times(fast, slow, 7), True),
+        "the same, a look": (bad, Times(fast, slow, 25), False),
+        "slower with": (good, Times(slow, fast, 7), False),
+        "the same, a look at drafts": (good, Times(slow, fast, 50), True),
+        "times that never come, good": (good, Times(slow[:1], (), 12), True),
+        "times that never come, bad": (bad, Times(slow[:1], (), 12), False),
+        "not timed": (bad, None, False),
     }
     found = {
         name: CHEAP.policy(8, learned, times=times) is not None
-        for name, (learned, times) in cases.items()
+        for name, (learned, times, _) in cases.items()
     }
-    assert list(found.values()) == [True, True, False, True, False, False, True]
-    assert [times.few for _, times in cases.values()] == [True] * 3 + [False] * 4
-    times = autotune.Times()
+    assert found == {name: expected for name, (*_, expected) in cases.items()}
+    looks = [name for name, (_, times, _) in cases.items() if times and times.looks]
+    assert [name for name in looks if "look" in name] == [n for n in cases if "look" in n]
+    assert not any(cases[name][1].looks for name in ("faster with", "slower with"))
+    # A look costs the more, the more one way gains: it comes the more seldom.
+    for gain, every in ((1.1, 16), (1.5, 50), (3.0, 200)):
+        times = Times((9.0, 1.0, 1.0, 1.0), (9.0, gain, gain, gain))
+        drafts = [times._replace(choices=number).drafts for number in range(1, 401)]
+        assert drafts.count(False) == 400 // every
+    times = Times()
     for number in range(9):
         times = times.add(number, drafts=number % 3 > 0)
-    assert times == ((1, 2, 4, 5, 7, 8), (0, 3, 6))
+    assert times == ((1, 2, 4, 5, 7, 8), (0, 3, 6), 0)
     for number in range(9, 12):
         times = times.add(number, drafts=True)
     assert times.drafting == (1, 7, 8, 9, 10, 11), "the first stays where it is"
@@ -559,7 +570,21 @@ def test_batches_of_several_rows_are_timed(models, measured):
     assert len(found.drafting) >= 3 <= len(found.plain) and min(found.drafting + found.plain) > 0
     autotune._times.clear()
     decode(models, INPUTS[:1])
+    for untimed in (dict(deadline=100.0), dict(sampling=sd.SamplingConfig(temperature=1.0))):
+        decode(models, INPUTS, **untimed)
     assert not autotune._times
+
+
+def test_the_time_of_who_reads_outputs_is_no_time_of_a_batch(models, measured, monkeypatch):
+    """A batch that is done before its reader comes back is not timed."""
+    monkeypatch.setattr(continuous_batching, "may_wait", lambda plan: True)
+    target, drafter = models
+    inputs = [[3 + number % 20, 7, 1] for number in range(8)]
+    how = dict(drafter=drafter, batch_size=2, max_new_tokens=6, eos_ids=())
+    for _ in sd.decode_stream(target, inputs, **how):
+        time.sleep(0.3)
+    (found,) = autotune._times.values()
+    assert len(found.drafting) == 1 and not found.plain, "the first batch waits for nobody"
 
 
 def test_several_rows_that_learn_may_find_a_good_drafter():

@@ -193,6 +193,16 @@ def test_the_inner_drafter_is_told_of_a_traced_target():
     assert gated.on(TARGET.network) is gated
 
 
+def test_what_the_inner_drafter_needs_is_given():
+    class Reads(sd.PromptLookupDrafter):
+        reads_encoder = needs_target_state = True
+
+    gated = sd.GatedDrafter(Reads())
+    assert gated.reads_encoder and gated.needs_target_state
+    plain = sd.GatedDrafter(sd.PromptLookupDrafter())
+    assert not plain.reads_encoder and not plain.needs_target_state
+
+
 def test_what_is_rejected():
     for arguments, message in (
         ((model,), "drafter: got ModelDrafter.*looks up what follows"),

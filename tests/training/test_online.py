@@ -167,6 +167,9 @@ def test_a_learner_larger_than_other_files_is_restored(tmp_path):
     assert restored.updates
 
 
+_FLIPS = (8, 1), (10, 8), (10, 99)  # encrypted, compressed though it is not, of an unknown kind
+
+
 def test_a_damaged_or_foreign_file_is_rejected_in_one_line(target, drafter, tmp_path):
     path = tmp_path / "learned"
     with pytest.raises(ValueError, match="learned: got no such file, expected one"):
@@ -180,7 +183,11 @@ def test_a_damaged_or_foreign_file_is_rejected_in_one_line(target, drafter, tmp_
         learner.save(place)  # nothing was learnt since
         assert place.stat().st_mtime_ns == written
     whole = path.read_bytes()
-    for content in (b"", b"text", whole[:-200], whole[: len(whole) // 2]):
+    entry = whole.index(
+        b"PK\x01\x02"
+    )  # of the archive's list: flags at 8, kind of compression at 10
+    changed = [whole[: entry + at] + bytes([to]) + whole[entry + at + 1 :] for at, to in _FLIPS]
+    for content in (b"", b"text", whole[:-200], whole[: len(whole) // 2], *changed):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="learned: got a damaged file .*, expected what a"):
             make(target, drafter).restore(path)
