@@ -9,9 +9,9 @@
 A variant is a value of `specdec generate --drafter`, then any of its flags that concern drafting.
 Cascades are `vertical|MODEL|INNER|N`, where INNER drafts N tokens at a time for MODEL, and
 `horizontal|FIRST|THEN|N`, with N tokens of FIRST before THEN's. All variants are timed in turn,
-sentence by sentence. The improvement over plain decoding is in total wall time, encoders included;
-its median and spread are over the passes. At temperature 0 every output is compared with plain
-decoding's, and differing ones are counted (`specdec benchmark` lists which are near-ties).
+with eight sentences at a time. The improvement over plain decoding is in total wall time, encoders
+included; its median and spread are over the passes. At temperature 0 every output is compared with
+plain decoding's, and differing ones are counted (`specdec benchmark` lists which are near-ties).
 
 α is given per position of the output, where a position without a draft counts as not accepted, and
 ("drafted") over positions with a draft only. The two differ for drafters that do not always draft.
@@ -23,6 +23,7 @@ timed for an adaptive γ, nor for cascades.
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,11 @@ _WHOLE: dict[str, Any] = dict(shortlist=None, shortlist_size=0, drafter_int8=Fal
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
 _VARIANT = flags.DEFINE_multi_string(
     "variant", None, "DRAFTER[,flag=value ...]; repeatable.", required=True
+)
+# Options of drafting; plain decoding has none of them.
+_DRAFTING = (
+    *("drafter", "shard_drafter", "gamma_policy", "gamma_settings"),
+    *("lenience", "typical_epsilon", "typical_delta", *_WHOLE),
 )
 # These are the same for all variants.
 _COMMON = ("target", "temperature", "verifier", "max_new_tokens")
@@ -100,6 +106,19 @@ def read_variant(variant: str) -> tuple[DecodingOptions, int]:
     return options, gamma
 
 
+def check_alike(asked: Mapping[str, tuple[DecodingOptions, int]]) -> None:
+    """Raises ValueError for variants that differ in what plain decoding depends on, too."""
+    (first, one), *others = (
+        (name, {field.name: getattr(options, field.name) for field in dataclasses.fields(options)})
+        for name, (options, _) in asked.items()
+    )
+    for name, other in others:
+        for field in one:
+            if field not in _DRAFTING and one[field] != other[field]:
+                got = f"{field} {one[field]!r} in {first!r} and {other[field]!r} in {name!r}"
+                raise ValueError(f"variant: got {got}, expected the same in all, beside one plain")
+
+
 def load_drafter(variant: str, options: DecodingOptions, target: LanguageModel) -> Any:
     """Returns the drafter of a variant; builds a cascade from its parts."""
     drafter = options.load(target)[1]
@@ -131,11 +150,9 @@ def main(argv: list[str]) -> None:
     try:
         check_output(_OUTPUT.value, source=_FILE.value)
         asked = {variant: read_variant(variant) for variant in _VARIANT.value}
-        if len({(one.dtype, one.vocabulary, one.mesh) for one, _ in asked.values()}) > 1:
-            raise ValueError(
-                "variant: got different values of dtype, vocabulary or mesh, expected the same in "
-                "all, which share one target"
-            )
+        check_alike(asked)
+        check_at_least(0, limit=_LIMIT.value)
+        check_at_least(1, repeats=_REPEATS.value)
         lines = read_sentences([], _FILE.value)[: _LIMIT.value or None]
     except ValueError as error:
         raise app.UsageError(str(error)) from None

@@ -9,9 +9,10 @@ timed, or they take long. A run leaves these out if a record has them in full, u
 them. All stages together take three hours or more.
 
 Almost everything is decoded with the bundled pair; the ways of decoding of one table take turns,
-sentence by sentence. The record is `results/PROCESSOR.json` beside this script; it is rewritten
-after every stage, and a run that was killed resumes with the stages that its record lacks. A stage
-that cannot run is recorded with the reason, and the others follow. Then the tables between
+with eight sentences or a whole file. The record is `results/MACHINE.json` beside this script; it is
+rewritten after every stage, and a run that was killed resumes with the stages that its record
+lacks. A stage that cannot run is recorded with the reason, unless it was measured before, and the
+others follow. Then the tables between
 `<!-- results: STAGE TEXT -->` and `<!-- end -->` in all pages are rendered: a row is a way of
 decoding, a column is a machine.
 
@@ -36,13 +37,14 @@ from absl import app, flags
 
 from specdec_jax.analysis import machine
 from specdec_jax.analysis.variants import IN_A_ROW
-from specdec_jax.decoding.autotune import keep_costs
+from specdec_jax.decoding.costs import keep_costs
 from specdec_jax.decoding.program_cache import keep_programs
 from specdec_jax.files.writing import write_file
 from tools.results.cases import forget_programs
 from tools.results.shortfalls import list_shortfalls
 from tools.results.stage import Settings, Skipped, Stage
 from tools.results.stages import STAGES
+from tools.results.texts import BUILT_IN
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "scripts" / "results"
@@ -53,6 +55,16 @@ _ONLY = flags.DEFINE_list(
 )
 _AGAIN = flags.DEFINE_bool("again", False, "Measure stages anew that the record has.")
 _RENDER = flags.DEFINE_bool("render", False, "Render the pages' tables, measure nothing.")
+# Families and models of processors that a virtual machine's name does not tell apart.
+_GENERATIONS = (
+    (25, (*range(16, 32), *range(96, 128), *range(160, 176)), "Zen 4"),
+    (26, range(256), "Zen 5"),
+    (6, (85,), "Cascade Lake"),
+    (6, (106,), "Ice Lake"),
+    (6, (143,), "Sapphire Rapids"),
+    (6, (173, 174), "Granite Rapids"),
+    (6, (207,), "Emerald Rapids"),
+)
 _MARKED = re.compile(r"(<!-- results: ([^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -67,30 +79,30 @@ def main(argv: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             keep_programs(folder)  # stages and texts share many
             keep_costs(pathlib.Path(folder))
-            names = _ONLY.value or choose_stages(_QUICK.value)
-            measure(Settings(_DATA.value, _QUICK.value), names, _AGAIN.value)
+            settings = Settings(_DATA.value, _QUICK.value)
+            measure(settings, _ONLY.value or choose_stages(settings), _AGAIN.value)
     for page in render_pages(read_records()):
         print(f"rendered {page.relative_to(ROOT)}")
 
 
-def choose_stages(quick: bool) -> list[str]:
+def choose_stages(settings: Settings) -> list[str]:
     """Returns the stages of a run without `--only`."""
     parts = [record["stages"] for record in read_records()]
     return [
         name
         for name, stage in STAGES.items()
-        if (stage.minutes[1] is not None or not quick)
-        and not (stage.once and any(is_measured(part.get(name, {}), quick) for part in parts))
+        if (stage.minutes[1] is not None or not settings.quick)
+        and not (stage.once and any(is_measured(part.get(name, {}), settings) for part in parts))
     ]
 
 
 def measure(settings: Settings, names: Sequence[str], again: bool) -> None:
     """Measures stages, and writes the record after each."""
     described = machine.describe_machine()
-    name = re.sub(r"[^a-z0-9]+", "-", name_processor(described).lower()).strip("-")
-    path = RECORDS / f"{name}.json"
+    name = name_machine({"machine": described}).lower()
+    path = RECORDS / f"{re.sub('[^a-z0-9]+', '-', name).strip('-')}.json"
     stages = read_record(path)["stages"]
-    todo = [one for one in names if again or not is_measured(stages.get(one, {}), settings.quick)]
+    todo = [one for one in names if again or not is_measured(stages.get(one, {}), settings)]
     minutes = {one: STAGES[one].minutes[settings.quick] or STAGES[one].minutes[0] for one in todo}
     total = sum(minutes.values())
     print(f"{len(todo)} stages, about {total:.0f} minutes on two cores: {', '.join(todo)}")
@@ -111,12 +123,14 @@ def measure(settings: Settings, names: Sequence[str], again: bool) -> None:
             "seconds": round(time.perf_counter() - start, 1),
             "load": round(load, 1),
             "in_a_row": IN_A_ROW,
+            "data": settings.data is not None,
             "command": f"scripts/results.py --only={one}" + " --quick" * settings.quick,
             "commit": find_commit(),
             "date": datetime.date.today().isoformat(),
         }
         record = read_record(path) | {"machine": described}  # another process may have written
-        record["stages"][one] = found
+        if "rows" in found or "rows" not in record["stages"].get(one, {}):
+            record["stages"][one] = found
         RECORDS.mkdir(exist_ok=True)
         write_file(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
         print(f"{one}: {found.get('skipped') or found.get('failed') or 'measured'}", flush=True)
@@ -128,9 +142,12 @@ def describe_error(error: Exception) -> str:
     return " ".join(text.split())[:200]
 
 
-def is_measured(part: Mapping[str, Any], quick: bool) -> bool:
-    """Returns whether a stage has rows; in full, rows of a full run."""
-    return "rows" in part and (quick or not was_quick(part))
+def is_measured(part: Mapping[str, Any], settings: Settings) -> bool:
+    """Returns whether a stage has rows; in full, rows of a full run; with texts, rows of texts."""
+    if "rows" not in part or was_quick(part) and not settings.quick:
+        return False
+    lacks = bool(part["rows"]) and all(BUILT_IN in text.split() for text in part["rows"])
+    return not (lacks and settings.data and part.get("data") is False)
 
 
 def was_quick(part: Mapping[str, Any]) -> bool:
@@ -266,8 +283,12 @@ def name_machine(record: Mapping[str, Any]) -> str:
 
 
 def name_processor(described: Mapping[str, Any]) -> str:
-    """Returns a processor's name without what says nothing."""
-    return re.sub(r"\((R|TM)\)| Processor\b| CPU\b.*", "", described["processor"])
+    """Returns a processor's name without what says nothing, and its generation if that is known."""
+    name = re.sub(r"\((R|TM)\)| Processor\b| CPU\b.*", "", described["processor"])
+    family, model = described.get("processor_family") or (0, 0)
+    known = (one for number, models, one in _GENERATIONS if number == family and model in models)
+    made = next(known, f"family {family}, model {model}" if family else "")
+    return f"{name} ({made})" if made else name
 
 
 def name_accelerator(record: Mapping[str, Any]) -> str:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import os
+import pathlib
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
@@ -12,7 +14,7 @@ import jax
 from specdec_jax.analysis.variants import SentenceBatch, Workload
 from specdec_jax.backends.cpu import native
 from specdec_jax.backends.gpu import attention as gpu_attention
-from specdec_jax.decoding import autotune
+from specdec_jax.decoding import costs
 from specdec_jax.models import fused_step_selftest
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import is_decoder_only
@@ -29,11 +31,22 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: _find_version(name) for name in PACKAGES},
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": autotune.read_processor_name(),
-        "cores": autotune.count_cores(),
+        "processor": costs.read_processor_name(),
+        "processor_family": _read_family(),
+        "cores": costs.count_cores(),
         "device": f"{device.platform}: {device.device_kind}, {jax.device_count()}",
         "kernel": _kernels(device.platform),
     }
+
+
+def _read_family() -> list[int] | None:
+    """Returns family and model of an x86 processor under Linux, which its name may leave out."""
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.findall(r"(?m)^(?:cpu family|model)\s*: (\d+)$", text)[:2]
+    return list(map(int, found)) if len(found) == 2 else None
 
 
 def _find_version(name: str) -> str:

@@ -266,7 +266,7 @@ def step_variants(
 
 def count_steps(name: str) -> int:
     """Returns how many steps one call of the variant with this name runs."""
-    return 1 if "encoder" in name else STEPS
+    return 1 if name.startswith(("target encoder", "drafter encoder")) else STEPS
 
 
 def iteration_state(

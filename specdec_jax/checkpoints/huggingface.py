@@ -77,10 +77,15 @@ def open_folder(folder: AnyPath, reads_vocabulary: bool = True) -> Checkpoint:
         raise mismatch_error(folder, "no config.json", "one beside the weights")
     options, generation = reading.read_json(path), reading.read_optional_json(generation_path)
     reader = _choose_reader(path, options)
-    options = reader.SPECIAL_IDS.get(options["model_type"], {}) | _nested_ids(path, options)
+    usual = reader.SPECIAL_IDS.get(options["model_type"], {})
+    options = usual | (given := _nested_ids(path, options))
     files = (generation_path, generation), (path, options)  # the first that gives a value decides
     tensors, notes = _open_tensors(folder)
     config, parameters = reader.open_model(folder, options, tensors)
+    # What no file gives and the model lacks ends nothing.
+    for name in ("eos_token_id", "bos_token_id") if config.decoder_only else ("eos_token_id",):
+        if name not in given and usual.get(name, 0) >= config.vocab_size:
+            options.pop(name)
     # As in transformers: an mBART's files need not give a start token, which is the language.
     start = _read_ids(files, *reader.START, "bos_token_id") or reader.NO_START
     if len(start) != 1:

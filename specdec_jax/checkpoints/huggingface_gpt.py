@@ -23,7 +23,14 @@ NO_START = (0,)  # where no file says
 # Where config.json does not say.
 SPECIAL_IDS = {"gpt2": {"bos_token_id": _END, "eos_token_id": _END}}
 NO_EOS: tuple[int, ...] = ()  # what `"eos_token_id": null` means: nothing ends a sequence
-_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu", "silu": "silu"}
+_ACTIVATIONS = {
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu": "gelu_exact",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
 # Options of a GPT-2 that are not supported, with the only value that is.
 _FIXED = {
     "layer_norm_epsilon": 1e-5,

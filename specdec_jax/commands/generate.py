@@ -50,6 +50,8 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import is_decoder_only
 from specdec_jax.speculative.adaptive_gamma import Auto
 from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.policies import POLICIES
+from specdec_jax.speculative.policy import Policy
 from specdec_jax.speculative.randomness import make_key
 from specdec_jax.speculative.verifiers import LOSSY
 from specdec_jax.tokenizers.vocabularies import check_texts
@@ -427,8 +429,9 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
     rows = continuous_batching.choose_batch_size(target, options.rows, len(inputs))
     # Rejects bad arguments before there is a journal.
     plan = plan_decoding(target, inputs, config=config, drafter=drafter, key=key, batch_size=rows)
-    measures = plan.auto_rows is not None
-    measured = {"costs": _costs_record(autotune.autotune(plan, once=True))} if measures else {}
+    # Where outputs do not depend on γ, it is chosen by what was decoded before.
+    fixed = plan.auto_rows is not None and (learner is not None or not plan.may_learn)
+    measured = {"costs": _costs_record(autotune.autotune(plan, first=True))} if fixed else {}
     settings = _deciding_options(options, target, drafter, source.contents)
     numbers, start = job.numbers, job.numbers.start
     with Journal(options.output_file, settings, len(numbers), measured, start) as journal:
@@ -539,8 +542,7 @@ def _costs_record(plan: Plan) -> dict[str, Any]:
     if plan.policy is None:
         return {"gamma": plan.config.gamma}
     policy: Any = plan.policy
-    learned = {name: float(getattr(policy, name)[0]) for name in ("acceptance", "weight", "look")}
-    return {"costs": policy.costs[0].tolist(), **learned}
+    return {"costs": policy.costs[0].tolist(), "acceptance": float(policy.acceptance[0])}
 
 
 def _use_costs(
@@ -558,10 +560,8 @@ def _use_costs(
             return dataclasses.replace(config, gamma=0, drafter_sampling=None, **changes), None
         case {"gamma": int(gamma)}:
             return dataclasses.replace(config, gamma=gamma), drafter
-        case {"costs": list(costs), "acceptance": float(), "weight": float(), "look": float()} if (
-            len(record) == 4
-        ):
-            policy = Auto(**{**record, "costs": tuple(costs)})
+        case {"costs": list(costs), "acceptance": float(acceptance)} if len(record) == 2:
+            policy = Auto(costs=tuple(costs), acceptance=acceptance)
             return dataclasses.replace(config, gamma=policy), drafter
     raise mismatch_error(journal.name, repr(str(record)[:80]), "costs of iterations")
 
@@ -583,7 +583,7 @@ def _deciding_options(
     chosen.pop("non_finite", None)
     return {
         **{name: getattr(options, name) for name in sorted(names)},
-        **{name: to_plain(name, value) for name, value in chosen.items()},
+        **{name: _describe_option(name, value) for name, value in chosen.items()},
         "versions": {
             name: importlib.metadata.version(name) for name in ("specdec_jax", "jax", "jaxlib")
         },
@@ -601,6 +601,12 @@ def _deciding_options(
     }
 
 
+def _describe_option(name: str, value: Any) -> Any:
+    """Returns an option as JSON values; one that no file can hold, as a policy of one's own."""
+    kept = isinstance(value, Policy) and type(value) not in POLICIES.values()
+    return repr(value) if kept else to_plain(name, value)
+
+
 def _read_pieces(job: _Job, number: int, key: jax.Array) -> Iterator[Piece]:
     """Decodes one input as it is committed; an error names its number in the job."""
     ids = [job.source.inputs[number]]
@@ -612,6 +618,7 @@ def _read_pieces(job: _Job, number: int, key: jax.Array) -> Iterator[Piece]:
 
 def _print_pieces(job: _Job) -> None:
     """Decodes every sentence alone and prints its text as it is committed."""
+    continuous_batching.check_longest(job.target, job.source.inputs, job.config, job.drafter)
     keys = fold_keys(make_key(job.options.seed), np.arange(len(job.source.inputs)))
     for number in job.numbers:
         held = ""  # spaces at the end: with a line end after them they become one

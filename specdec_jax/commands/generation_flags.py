@@ -271,7 +271,9 @@ def check_one_value(config: GenerationConfig) -> None:
     """Raises ValueError for a configuration with an option that has one value per input."""
     parts: dict[str, Any] = {"": config, "sampling.": config.sampling, "gamma.": config.gamma}
     for prefix, part in parts.items():
-        for name, value in _field_values(part).items():
+        names = part.numbers() if isinstance(part, Policy) else _field_values(part)
+        for name in names:
+            value = getattr(part, name)
             if name not in _LISTS and isinstance(value, list | tuple | np.ndarray):
                 got = f"{prefix}{name}: got {arguments.quote(value)}"
                 raise ValueError(f"{got}, expected one value for all inputs")

@@ -19,7 +19,7 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +37,12 @@ from specdec_jax.decoding.generate import (
     mark_stopped,
     what_is_timed,
 )
-from specdec_jax.decoding.generation_config import ConfigOrPath, document_options, split_options
+from specdec_jax.decoding.generation_config import (
+    ConfigOrPath,
+    GenerationConfig,
+    document_options,
+    split_options,
+)
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.languages import list_codes
 from specdec_jax.decoding.learning import Learner, teach, update_drafter
@@ -54,6 +59,7 @@ from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.padding import bucket_length
+from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.randomness import make_key
 from specdec_jax.speculative.strategy import Committed
 
@@ -216,20 +222,18 @@ def decode_all(
             expected = "seed" if name == "key" else "inputs that are lists of ids"
             raise unsupported(name, arguments.quote(given), f"none, but {expected}")
     rows = choose_batch_size(target, batch_size, len(inputs))
-    codes = {
-        name: list_codes(name, getattr(config, name), len(inputs))
-        for name in ("source_language", "target_language")
-        if isinstance(getattr(config, name), tuple)
-    }
+    codes = _list_codes(config, len(inputs))
+    if len(inputs) > _WINDOW * rows:
+        drafter = data.drafter if learner is None else learner.drafter
+        check_longest(target, inputs, config, drafter)
     for start in range(0, len(inputs), _WINDOW * max(rows, 1)):
         window = inputs[start : start + _WINDOW * rows]
         stop = start + len(window)
-        languages: dict[str, Any] = {name: each[start:stop] for name, each in codes.items()}
         keys = fold_keys(make_key(seed), np.arange(start, start + len(window)) + first)
         outputs = decode_stream(
             target,
             window,
-            config=dataclasses.replace(config, **languages),
+            config=dataclasses.replace(config, **_choose_codes(codes, start, stop)),
             batch_size=rows,
             refill=refill if may_refill(rows, len(window), config.deadline) else False,
             learner=learner,
@@ -245,6 +249,34 @@ def decode_all(
                 )
         except NonFiniteLogitsError as error:
             raise error.at(error.input + start + first) from None
+
+
+def check_longest(
+    target: LanguageModel,
+    inputs: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    drafter: Drafter | None,
+) -> None:
+    """Raises the errors of `generate` for the longest input, before shorter ones are decoded."""
+    if len(inputs) > 1:
+        longest = max(range(len(inputs)), key=lambda number: len(inputs[number]))
+        codes = _choose_codes(_list_codes(config, len(inputs)), longest, longest + 1)
+        config = dataclasses.replace(config, **codes)
+        plan_decoding(target, [inputs[longest]], config=config, drafter=drafter)
+
+
+def _list_codes(config: GenerationConfig, inputs: int) -> dict[str, list[str | None]]:
+    """Returns the options with a language for each input."""
+    return {
+        name: list_codes(name, getattr(config, name), inputs)
+        for name in ("source_language", "target_language")
+        if isinstance(getattr(config, name), tuple)
+    }
+
+
+def _choose_codes(codes: Mapping[str, list[str | None]], start: int, stop: int) -> dict[str, Any]:
+    """Returns the languages of a part of the inputs."""
+    return {name: each[start:stop] for name, each in codes.items()}
 
 
 def choose_batch_size(target: LanguageModel, batch_size: int, inputs: int) -> int:

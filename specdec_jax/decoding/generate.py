@@ -27,7 +27,7 @@ from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.decoding.request import Plan, Request
 from specdec_jax.decoding.request import plan as plan_request
 from specdec_jax.decoding.results import GenerationResult, collect, finish, read_arrays
-from specdec_jax.decoding.stop import find_stop
+from specdec_jax.decoding.stop import drop_open_bytes, find_stop
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
@@ -244,9 +244,12 @@ def mark_stopped(
     `starts [B]` is the number of tokens in each row's start token and prefix.
     """
     lengths, done, tokens = read_arrays((state.lengths, state.done, state.tokens))
+    vocabulary = target.vocabulary
+    assert vocabulary is not None, "a stop string is text"
     met = [
-        find_stop(target.vocabulary, tokens[row, start : lengths[row]].tolist(), stop) is not None
-        for row, start in enumerate(starts)
+        find_stop(vocabulary, drop_open_bytes(vocabulary, row[start:length].tolist()), stop)
+        is not None
+        for row, start, length in zip(tokens, starts, lengths, strict=True)
     ]
     done, rules = done | met, target.network.rules
     # Unlike jnp.asarray, device_put compiles nothing.

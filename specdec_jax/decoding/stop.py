@@ -29,15 +29,19 @@ def find_stop(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) 
     return _tokens_within(vocabulary, ids, text, min(found)[1]) if found else None
 
 
+def drop_open_bytes(vocabulary: Vocabulary, ids: Sequence[int]) -> Sequence[int]:
+    """Returns ids without the byte tokens at their end, whose text the next one may change."""
+    is_byte = getattr(vocabulary, "is_byte", lambda token: False)  # others' may lack the method
+    return ids[: next((n for n in range(len(ids), 0, -1) if not is_byte(int(ids[n - 1]))), 0)]
+
+
 def count_visible(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) -> int:
     """Returns how many of `ids` can be shown now, whatever follows.
 
     Parts of a character, and what may begin a stop string, cannot; nor can bytes that the next one
     may change.
     """
-    is_byte = getattr(vocabulary, "is_byte", lambda token: False)  # others' may lack the method
-    last = next((n for n in range(len(ids), 0, -1) if not is_byte(int(ids[n - 1]))), 0)
-    ids = ids[:last]
+    ids = drop_open_bytes(vocabulary, ids)
     text = vocabulary.decode(ids)
     whole = text.rstrip(_UNFINISHED)
     overlap = max((_overlap_length(whole, stop) for stop in stops), default=0)

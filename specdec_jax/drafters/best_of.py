@@ -32,6 +32,7 @@ class BestOfState(NamedTuple):
       tokens, time: `[B, 2]`, tokens that were committed after drafts of each, and the time that
         they took in target steps; older ones count less.
       chosen: `[B]`, 0 or 1, the drafter that drafted last.
+      asked: `[B]`, whether a draft was wanted of it in the last iteration.
     """
 
     first: Any
@@ -39,6 +40,7 @@ class BestOfState(NamedTuple):
     tokens: jax.Array
     time: jax.Array
     chosen: jax.Array
+    asked: jax.Array
 
 
 @jax.tree_util.register_pytree_node_class
@@ -100,7 +102,8 @@ class BestOf(DrafterPair):
         first, second = super().begin(method, *given, **encoded)
         batch = len(given[2])
         zeros = jnp.zeros((batch, 2), jnp.float32)
-        return BestOfState(first, second, zeros, zeros, jnp.zeros(batch, jnp.int32))
+        none = jnp.zeros(batch, jnp.int32)
+        return BestOfState(first, second, zeros, zeros, none, none > 0)
 
     def draft(
         self, draft_state: BestOfState, state: DecodeState, num_wanted: jax.Array
@@ -117,13 +120,16 @@ class BestOf(DrafterPair):
             draft_part(part, own_state, state, jnp.where(chosen == number, num_wanted, 0))
             for number, (part, own_state) in enumerate(zip(self.parts, draft_state[:2]))
         )
-        after = draft_state._replace(first=first, second=second, chosen=chosen)
+        asked = num_wanted > 0
+        after = draft_state._replace(first=first, second=second, chosen=chosen, asked=asked)
         return after, join_drafts(state, head, tail)
 
     def observe(self, draft_state: Any, state: DecodeState, scored: Scored) -> Any:
         *costs, _, memory = self.settings
         draft_state = super().observe(draft_state, state, scored)
-        drew = (draft_state.chosen[:, None] == jnp.arange(2)) & (scored.num_new > 0)[:, None]
+        counts = (draft_state.asked & (scored.num_new > 0))[:, None]
+        drew = counts & (draft_state.chosen[:, None] == jnp.arange(2))
+        memory = jnp.where(draft_state.asked[:, None], memory, 1)
         new = scored.num_new[:, None].astype(jnp.float32)
         drafted = state.last_drafted[:, None].astype(jnp.float32)
         spent = 1 + drafted * jnp.asarray(costs, jnp.float32)

@@ -58,7 +58,8 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
     The module is T5X's own; T5X restores, partitions and scores with its parameters as usual.
     `predict_batch` and `predict_batch_with_aux` decode with this package's loop. Their results have
     the distribution, the shapes and the scores of T5X's `decoding.temperature_sample` with the same
-    settings, and with argmax the same tokens. With `decode_fn = decoding.beam_search`, T5X's
+    settings, and with argmax the same tokens (but for near-ties in bfloat16, where attention has
+    float32 scores here). With `decode_fn = decoding.beam_search`, T5X's
     default, they have the tokens and scores of that. Several samples of one input are rejected.
 
     An id 0 in `encoder_input_tokens` is padding before and after an input. T5X also masks one

@@ -100,7 +100,15 @@ def open_folder(
 _USUAL = "<pad>", "</s>", "<unk>"  # of T5 and ByT5
 _CLEAN_UP = "clean_up_tokenization_spaces"
 # Files that are of no use without another one.
-_HALVES = "vocab.json", "merges.txt", "source.spm", "target.spm", "sentencepiece.bpe.model"
+_HALVES = (
+    "vocab.json",
+    "merges.txt",
+    "source.spm",
+    "target.spm",
+    "sentencepiece.bpe.model",
+    "tokenizer.model",
+    "vocab.txt",
+)
 
 
 def list_notes(folder: AnyPath, vocabulary: Vocabulary | None) -> tuple[str, ...]:
@@ -111,7 +119,7 @@ def list_notes(folder: AnyPath, vocabulary: Vocabulary | None) -> tuple[str, ...
     """
     if vocabulary is None:
         there = ", ".join(name for name in _HALVES if (folder / name).exists())
-        expected = "the other files of its tokenizer, too: without them it takes ids alone"
+        expected = "a tokenizer.json, or its tokenizer's other files: without, it takes ids alone"
         return (f"{folder}: got {there}, expected {expected}",) if there else ()
     options = reading.read_optional_json(folder / "tokenizer_config.json")
     forced = options.get(f"{_CLEAN_UP}_for_bpe_even_though_it_will_corrupt_output")

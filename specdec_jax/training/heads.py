@@ -130,9 +130,23 @@ def heads_loss(
     """Returns the mean loss, and sums over the tokens that heads predict.
 
     The loss is the mean over these tokens, plus `backbone_weight` times the mean over the tokens
-    that the target itself predicts. The target's state at decoder position t predicts token t + 1;
-    head i predicts token t + 1 + i. `params` are {"heads": …}, and {"target": …} if the target is
-    trained; else `target_params` are its parameters. Nothing is dropped.
+    that the target itself predicts. Nothing is dropped.
+    """
+    sums, own = assess_heads(params, batch, objective, target_params)
+    loss = sums.loss / jnp.maximum(sums.tokens, 1)
+    if own is not None:
+        loss += objective.backbone_weight * own.loss / jnp.maximum(own.tokens, 1)
+    return loss, sums._replace(loss=loss * sums.tokens)
+
+
+def assess_heads(
+    params: dict, batch: Batch, objective: HeadsObjective, target_params: dict | None = None
+) -> tuple[Metrics, Metrics | None]:
+    """Returns the metrics of heads on a batch, and those of a target whose loss counts too.
+
+    The target's state at decoder position t predicts token t + 1; head i predicts token t + 1 + i.
+    `params` are {"heads": …}, and {"target": …} if the target is trained; else `target_params` are
+    its parameters. It takes the place of `losses.assess`.
     """
     _, targets = batch
     trained = params["target"] if target_params is None else target_params
@@ -151,18 +165,8 @@ def heads_loss(
         ahead = logits[:, :known, head - 1]
         sums = losses.sum_metrics(ahead, soft_logits, targets[:, head:], objective)
         total = jax.tree.map(jnp.add, total, sums)
-    loss = total.loss / jnp.maximum(total.tokens, 1)
-    if objective.backbone_weight:
-        sums = losses.sum_metrics(own, None, targets, objective)
-        loss += objective.backbone_weight * sums.loss / jnp.maximum(sums.tokens, 1)
-    return loss, total._replace(loss=loss * total.tokens)
-
-
-def assess_heads(
-    params: dict, batch: Batch, objective: HeadsObjective, target_params: dict | None = None
-) -> tuple[Metrics, None]:
-    """Returns the metrics of heads on a batch; takes the place of `losses.assess`."""
-    return heads_loss(params, batch, objective, target_params)[1], None
+    counts = bool(objective.backbone_weight)
+    return total, losses.sum_metrics(own, None, targets, objective) if counts else None
 
 
 # The run.
@@ -228,6 +232,13 @@ class HeadsRun(train.Run):
 
     def begin(self) -> TrainState:
         return self.init(jax.random.key(self.config.seed))
+
+    def mean_loss(self, sums: Any) -> float:
+        heads, own = sums
+        loss = float(heads.loss / heads.tokens)
+        if own is not None:
+            loss += self.objective.backbone_weight * float(own.loss / own.tokens)
+        return loss
 
     def export(self) -> None:
         """Writes the heads, and a trained target, that had the lowest validation loss."""

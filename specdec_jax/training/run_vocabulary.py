@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from specdec_jax.checkpoints import loader, native_format
-from specdec_jax.files import reading
+from specdec_jax.files import places, reading
+from specdec_jax.files.places import AnyPath
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.model_defaults import ModelDefaults
@@ -123,14 +124,15 @@ def choose_vocabulary(
     owner = next(iter(given), None)
     for name, special in given.items():
         check_same(name, special, str(owner), next(iter(given.values())))
-    file = pathlib.Path(path or output / TRAINED)
+    file = places.make_path(path) if path else output / TRAINED
     kept = None if owner is None else given[owner].vocabulary
     if file.exists() and (path or kept is None or isinstance(kept, SentencePieceVocabulary)):
         loaded = _load(file, kept)
         if kept is not None and kept.fingerprint() != loaded.fingerprint():
             raise ValueError(f"vocabulary: got {file}, expected {owner}'s tokens")
     elif kept is None or isinstance(kept, SentencePieceVocabulary) or path:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(file, pathlib.Path):
+            file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, make() if kept is None else _file_contents(kept, file, str(owner)))
     vocabulary = _load(file, None) if kept is None else kept
     if vocabulary.size != size:
@@ -143,14 +145,14 @@ def choose_vocabulary(
     return RunVocabulary(vocabulary, corpus.start_token(vocabulary), vocabulary.eos_ids)
 
 
-def _load(file: pathlib.Path, kept: Vocabulary | None) -> Vocabulary:
+def _load(file: AnyPath, kept: Vocabulary | None) -> Vocabulary:
     if file.suffix == ".json":
         return TokenizerJsonVocabulary.load(file)
     extra_ids = kept.extra_ids if isinstance(kept, SentencePieceVocabulary) else 0
     return SentencePieceVocabulary.load(file, extra_ids)
 
 
-def _file_contents(vocabulary: Vocabulary, file: pathlib.Path, owner: str) -> bytes:
+def _file_contents(vocabulary: Vocabulary, file: AnyPath, owner: str) -> bytes:
     """Returns what to write to a file of the vocabulary's kind."""
     entry, contents = native_format.describe_vocabulary(vocabulary)
     assert entry is not None

@@ -259,8 +259,8 @@ class Run:
         """Returns the settings that decide what is measured on the validation files, as JSON."""
         skipped = {"label_smoothing", "depth_weight", *_OF_THE_LOSS * (self.saved.select != "loss")}
         settings = {name: value for name, value in vars(self.objective).items() if _is_plain(value)}
-        lengths = "buckets", "target_buckets", "sequence_length"
-        settings |= {name: getattr(self.config, name, None) for name in lengths}
+        names = "buckets", "target_buckets", "sequence_length", "source_language", "target_language"
+        settings |= {name: getattr(self.config, name, None) for name in names}
         return json.dumps({k: v for k, v in settings.items() if k not in skipped}, sort_keys=True)
 
     def begin(self) -> TrainState:
@@ -300,19 +300,26 @@ class Run:
             )
             for name, batches in self.validation.items()
         }
-        tokens = {name: metrics.tokens for name, (metrics, _) in sums.items()}
+        of_all = jax.tree.map(lambda *values: sum(values), *sums.values())
 
-        def mean(part: int, field: str) -> tuple[float, dict[str, float]]:
-            values = {name: getattr(pair[part], field) for name, pair in sums.items()}
-            by_file = {name: float(value / tokens[name]) for name, value in values.items()}
-            return float(sum(values.values()) / sum(tokens.values())), by_file
+        def find(figure: Callable[[Any], float]) -> tuple[float, dict[str, float]]:
+            return figure(of_all), {name: figure(one) for name, one in sums.items()}
 
-        loss, by_file = mean(0, "loss")
-        agrees = all(agreement is not None for _, agreement in sums.values())
-        more = {field: mean(1, field) for field in TeacherAgreement._fields if agrees}
+        loss, by_file = find(self.mean_loss)
+        agrees = isinstance(of_all[1], TeacherAgreement)
+
+        def share(one: Any, field: str) -> float:
+            return float(getattr(one[1], field) / one[0].tokens)
+
+        fields = TeacherAgreement._fields if agrees else ()
+        more = {field: find(functools.partial(share, field=field)) for field in fields}
         totals = {field: total for field, (total, _) in more.items()}
         best = self.saved.keep_best(step, state.params, loss, **totals)
         reporter.validation(step, loss, by_file, best, **more)
+
+    def mean_loss(self, sums: Any) -> float:
+        """Returns the mean loss over the tokens, from sums of what `assess` returns."""
+        return float(sums[0].loss / sums[0].tokens)
 
     def save(self, state: TrainState, step: int) -> None:
         """Saves the state; raises ValueError if parameters are not finite."""
@@ -378,7 +385,8 @@ def _report(window: list[Metrics], step: int, clock: float, reporter: Reporter) 
             f"step {step}: got a loss of {sums.loss}, expected a finite one: lower learning_rate"
         )
     speed = float(sums.tokens) / (time.perf_counter() - clock)
-    loss, nll = float(sums.loss / sums.tokens), float(sums.nll / sums.tokens)
+    tokens = max(float(sums.tokens), 1.0)  # of heads there may be none
+    loss, nll = float(sums.loss) / tokens, float(sums.nll) / tokens
     reporter.training(step, loss, speed, nll=nll)
 
 

@@ -34,3 +34,14 @@ def test_a_variant_sets_options_of_drafting(script):
 def test_a_wrong_variant_is_rejected(script, settings, message):
     with pytest.raises(ValueError, match=message):
         script.read_variant(f"a,{settings}")
+
+
+def test_variants_share_what_plain_decoding_depends_on(script):
+    def check(*variants):
+        script.check_alike({variant: script.read_variant(variant) for variant in variants})
+
+    check("a,gamma=3", "b,shortlist_size=4,gamma_policy=heuristic", "lookup")
+    for setting in ("quantize=int8", "min_new_tokens=4", "top_k=3", "seed=2", "dtype=float32"):
+        message = f"variant: got {setting.partition('=')[0]} .* in 'a' and .*expected the same"
+        with pytest.raises(ValueError, match=message):
+            check("a", f"a,{setting}")

@@ -273,6 +273,38 @@ def test_failures_are_reported_and_remembered(
     assert again() == state and calls(tmp_path) == 3
 
 
+@needs_compiler
+def test_a_failure_leaves_the_library_that_another_process_made(
+    tmp_path, compiler, monkeypatch, settings
+):
+    compiler(WORKS)
+    assert native.is_available() and calls(tmp_path) == 1
+    record = next((tmp_path / "cache").rglob("*.json"))
+    kept, state = record.read_text(), native.describe_state()
+    find, compiled = native._find, []
+
+    def read(path, ask=native._read_recorded_library):
+        """Finds nothing before the compilation."""
+        compiled.append(path)
+        return None if len(compiled) == 1 else ask(path)
+
+    def fail(*_):
+        raise native._Failed("no memory")
+
+    monkeypatch.setattr(native, "_build", fail)
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "_read_recorded_library", read)
+        assert find().path in state and len(compiled) == 2
+    monkeypatch.setenv(native.SETTING, "rebuild")
+    with pytest.raises(native._Failed, match="no memory"):
+        find()
+    assert record.read_text() == kept
+    record.unlink()
+    with pytest.raises(native._Failed, match="no memory"):
+        find()
+    assert "no memory" in record.read_text()
+
+
 @pytest.mark.slow
 @needs_compiler
 def test_numbers_that_are_off(libraries):

@@ -164,6 +164,27 @@ def test_a_policy_that_no_flag_names_stays_unless_a_flag_is_given():
     assert changed == sd.Heuristic(given.maximum)
 
 
+def test_a_policy_that_no_flag_names_decodes(decode, tmp_path):
+    """From gin; also to a file, whose journal describes it."""
+    path, output = tmp_path / "auto.gin", tmp_path / "out.jsonl"
+    path.write_text(
+        "from __gin__ import dynamic_registration\n"
+        "from specdec_jax.commands import generate\n"
+        "from specdec_jax.decoding import generation_config\n"
+        "from specdec_jax.speculative import adaptive_gamma\n"
+        "generate.GenerateOptions.config = @generation_config.GenerationConfig()\n"
+        "generation_config.GenerationConfig.gamma = @adaptive_gamma.Auto()\n"
+        "generation_config.GenerationConfig.max_new_tokens = 6\n"
+        "adaptive_gamma.Auto.acceptance = 0.5\n"
+    )
+    flags = f"--gin_file={path}", "--drafter=lookup"
+    config = sd.GenerationConfig(gamma=Auto(acceptance=0.5), max_new_tokens=6)
+    assert decode(*flags) == expected(sd.PromptLookupDrafter(), config=config)
+    decode(*flags, f"--output_file={output}")
+    written = [json.loads(line)["tokens"] for line in output.read_text().splitlines()]
+    assert written == expected(sd.PromptLookupDrafter(), config=config)
+
+
 @pytest.mark.parametrize("suffix", ["gin", "json"])
 def test_the_recorded_settings_hold_the_file(decode, tmp_path, suffix):
     """They give the same outputs when the file is gone, and flags count before it."""

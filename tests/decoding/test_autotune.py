@@ -16,10 +16,11 @@ from toy_models import compilations, noisy_copy, tiny_t5
 import specdec_jax as sd
 from specdec_jax.analysis import tuning
 from specdec_jax.analysis.variants import Workload
-from specdec_jax.decoding import autotune, continuous_batching, request
-from specdec_jax.decoding.autotune import Costs
+from specdec_jax.decoding import autotune, continuous_batching, costs, past_requests, request
 from specdec_jax.decoding.continuous_batching import decode_all
+from specdec_jax.decoding.costs import Costs
 from specdec_jax.decoding.generate import FOREVER, prepare
+from specdec_jax.decoding.past_requests import Learned, Times
 from specdec_jax.decoding.request import plan
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM, Auto
 
@@ -64,17 +65,17 @@ def test_measured_for_real(models, home, kind, monkeypatch):
     before = sd.generate(target, INPUTS, max_new_tokens=12, eos_ids=())
     result = decode((target, drafter))
     np.testing.assert_array_equal(result.tokens, before.tokens)
-    (found,) = autotune._known.values()
+    (found,) = costs._known.values()
     assert len(found.iterations) == MAXIMUM + 1 and all(0 < time < 1e6 for time in found.iterations)
     assert 0 <= found.prefill < 1000 and 0 < found.seconds < 10
     (file,) = home.iterdir()
     record = json.loads(file.read_text())
-    assert autotune.read_costs(record["costs"]) == found and record["key"]["rows"] == 2
+    assert costs.read_costs(record["costs"]) == found and record["key"]["rows"] == 2
     assert stat.S_IMODE(home.stat().st_mode) & 0o022 == 0
-    autotune._known.clear()
+    costs._known.clear()
     monkeypatch.setattr(autotune, "measure", None)
     decode((target, drafter))
-    assert list(autotune._known.values()) == [found]
+    assert list(costs._known.values()) == [found]
 
 
 def test_calls_that_are_interrupted_do_not_count(models, home, monkeypatch):
@@ -90,7 +91,7 @@ def test_calls_that_are_interrupted_do_not_count(models, home, monkeypatch):
 
     monkeypatch.setattr(autotune, "_time_call", time_call)
     policy_of(models)
-    (found,) = autotune._known.values()
+    (found,) = costs._known.values()
     np.testing.assert_allclose(found.iterations, 1.1 + 0.2 * np.arange(MAXIMUM + 1), rtol=0.1)
     assert found.seconds == pytest.approx(1e-3, rel=0.1)
     np.testing.assert_allclose(found.prefill, 1.0, rtol=0.1)
@@ -174,7 +175,7 @@ def test_a_file_that_is_not_what_was_written(models, home, measured, name):
     (file,) = home.iterdir()
     text = file.read_text()
     file.write_text(DAMAGED[name](text))
-    autotune._known.clear()
+    costs._known.clear()
     measured.gives = CHEAP._replace(seconds=2e-3)
     policy_of(models)
     assert measured.calls == 2 and json.loads(file.read_text())["costs"]["seconds"] == 2e-3
@@ -185,13 +186,13 @@ def test_what_is_no_file(models, home, measured):
     (file,) = home.iterdir()
     file.unlink()
     file.mkdir()
-    autotune._known.clear()
+    costs._known.clear()
     policy_of(models)
     policy_of(models)
     assert measured.calls == 2 and file.is_dir()
     file.rmdir()
     os.mkfifo(file)
-    autotune._known.clear()
+    costs._known.clear()
     policy_of(models)
     assert measured.calls == 3
 
@@ -208,7 +209,7 @@ def test_no_folder_of_ones_own(models, home, measured):
     home.chmod(0o700)
     home.rmdir()
     home.write_text("not a folder")
-    autotune._known.clear()
+    costs._known.clear()
     policy_of(models)
     policy_of(models)
     assert measured.calls == 2 and home.read_text() == "not a folder"
@@ -216,8 +217,8 @@ def test_no_folder_of_ones_own(models, home, measured):
 
 def test_a_benchmark_measures_anew(models, home, measured, tmp_path, monkeypatch):
     policy_of(models)
-    monkeypatch.setattr(autotune, "_folder", None)
-    autotune.keep_costs(tmp_path)
+    monkeypatch.setattr(costs, "_folder", None)
+    costs.keep_costs(tmp_path)
     policy_of(models)
     policy_of(models)
     assert measured.calls == 2 and len(list(tmp_path.glob("*.json"))) == len(list(home.iterdir()))
@@ -341,12 +342,12 @@ def test_rows_begin_where_others_have_ended(measured):
     assert counts[0] >= 4 and sum(counts[8:]) <= 12 and any(counts[8:]), (
         "but looked at now and then"
     )
-    (key,) = autotune._learned
-    assert autotune._learned[key].accepted <= 0.3 * autotune._learned[key].examined <= 18
+    (key,) = past_requests._learned
+    assert past_requests._learned[key].accepted <= 0.3 * past_requests._learned[key].examined <= 18
     sampled = dict(options, sampling=sd.SamplingConfig(temperature=1.0), key=jax.random.key(0))
     for _ in range(2):
         result = sd.generate(target, inputs[:1], drafter=sd.RandomDrafter(24), **sampled)
-        assert len(autotune._learned) == 1 and result.stats.drafted >= 4, (
+        assert len(past_requests._learned) == 1 and result.stats.drafted >= 4, (
             "draws must not depend on earlier requests"
         )
 
@@ -354,8 +355,8 @@ def test_rows_begin_where_others_have_ended(measured):
 def test_the_latest_requests_count():
     for accepted, least, most in ((0, 0, 0.01), (8, 0.5, 0.99), (8, 0.75, 1), (0, 0, 0.5)):
         for _ in range(8):
-            autotune.learn("a", autotune.Learned(8, accepted))
-        seen = autotune._learned["a"]
+            past_requests.learn("a", Learned(8, accepted))
+        seen = past_requests._learned["a"]
         assert seen.examined <= 60 and least <= seen.accepted / seen.examined <= most
     policy = CHEAP.policy(1, seen)
     assert (
@@ -369,17 +370,17 @@ def test_the_latest_requests_count():
 def test_how_rows_ended_counts():
     """What is drafted after a row's last token is in vain: short outputs get short drafts."""
     for tokens, ended in ((20, 2), (0, 0), (10, 1)):
-        autotune.learn("b", autotune.Learned(10, 9, 0, tokens, ended))
-    short = CHEAP.policy(1, autotune._learned["b"])
+        past_requests.learn("b", Learned(10, 9, 0, tokens, ended))
+    short = CHEAP.policy(1, past_requests._learned["b"])
     assert short.ending == pytest.approx(0.1)
-    endless = CHEAP.policy(1, autotune._learned["b"]._replace(ended=0.0))
+    endless = CHEAP.policy(1, past_requests._learned["b"]._replace(ended=0.0))
     assert endless.ending == 0
 
     def wanted(policy):
         policy = policy.rows(1)
         return int(policy.wanted(jax.jit(Auto.init)(policy))[0])
 
-    assert wanted(CHEAP.policy(1, autotune.Learned(30, 27, 3, 30, 15))) < wanted(endless)
+    assert wanted(CHEAP.policy(1, Learned(30, 27, 3, 30, 15))) < wanted(endless)
 
 
 def test_requests_tell_how_their_rows_ended(models, measured):
@@ -390,9 +391,9 @@ def test_requests_tell_how_their_rows_ended(models, measured):
         ({}, "length", 12),
         ({"eos_ids": (ids[3],)}, "eos", ended),
     ):
-        autotune._learned.clear()
+        past_requests._learned.clear()
         result = decode(models, INPUTS[:1], **options)
-        (found,) = autotune._learned.values()
+        (found,) = past_requests._learned.values()
         assert result.finish_reasons == [reason] and (found.tokens, found.ended) == (
             length,
             float(reason == "eos"),
@@ -400,18 +401,18 @@ def test_requests_tell_how_their_rows_ended(models, measured):
 
 
 def test_where_earlier_requests_failed_one_now_and_then_drafts():
-    failed, fine = autotune.Learned(60, 0, 1), autotune.Learned(60, 50, 1)
+    failed, fine = Learned(60, 0, 1), Learned(60, 50, 1)
     drafting = [
         CHEAP.policy(1, failed._replace(requests=number)) is not None for number in range(48)
     ]
     assert [number for number, drafts in enumerate(drafting) if drafts] == [0, 16, 32]
     assert all(CHEAP.policy(1, fine._replace(requests=number)) is not None for number in range(48))
-    assert CHEAP.policy(1) is not None and CHEAP.policy(1, autotune.Learned()) is not None
+    assert CHEAP.policy(1) is not None and CHEAP.policy(1, Learned()) is not None
 
 
 def test_the_length_of_outputs_decides_whether_a_drafter_pays_for_its_encoder():
     dear = CHEAP._replace(prefill=4.0)
-    learned = autotune.Learned(60, 20, 1)
+    learned = Learned(60, 20, 1)
     drafts = [dear.policy(1, learned, limit) is not None for limit in (4, 16, 64, 256)]
     assert drafts == sorted(drafts) and not drafts[0] and drafts[-1]
     dearer = CHEAP._replace(prefill=40.0)
@@ -436,12 +437,12 @@ def test_a_request_that_decodes_plainly_counts_and_its_output_is_the_same(
     models, measured, monkeypatch
 ):
     expected = decode(models, INPUTS[:1])
-    ((key, _),) = autotune._learned.items()
-    monkeypatch.setitem(autotune._learned, key, autotune.Learned(60, 0, 1))
+    ((key, _),) = past_requests._learned.items()
+    monkeypatch.setitem(past_requests._learned, key, Learned(60, 0, 1))
     found = decode(models, INPUTS[:1])
     np.testing.assert_array_equal(found.tokens, expected.tokens)
-    assert found.stats.drafted == 0 and autotune._learned[key] == autotune.Learned(60, 0, 2)
-    monkeypatch.setitem(autotune._learned, key, autotune.Learned(60, 0, 16))
+    assert found.stats.drafted == 0 and past_requests._learned[key] == Learned(60, 0, 2)
+    monkeypatch.setitem(past_requests._learned, key, Learned(60, 0, 16))
     assert decode(models, INPUTS[:1]).stats.drafted > 0
 
 
@@ -450,9 +451,9 @@ def test_warm_up_compiles_for_plain_requests_too(models, measured, monkeypatch):
     options = dict(drafter=drafter, max_new_tokens=11, eos_ids=())
     assert sd.warm_up(target, max_input_length=4, **options) == 1
     sd.generate(target, INPUTS[:1], **options)
-    ((key, _),) = autotune._learned.items()
-    for learned in (autotune.Learned(60, 0, 1), autotune.Learned(60, 50, 1)):
-        monkeypatch.setitem(autotune._learned, key, learned)
+    ((key, _),) = past_requests._learned.items()
+    for learned in (Learned(60, 0, 1), Learned(60, 50, 1)):
+        monkeypatch.setitem(past_requests._learned, key, learned)
         assert compilations(lambda: sd.generate(target, INPUTS[:1], **options)) == 0
 
 
@@ -461,7 +462,7 @@ def test_tune_prints_what_rows_start_with(models, measured):
     batch = types.SimpleNamespace(inputs=INPUTS[:1])
     options = types.SimpleNamespace(decoding=lambda: {"max_new_tokens": 12})
     tuning.keep_acceptance(Workload(target, drafter, [batch], options), 0.875)
-    autotune._known.clear()
+    costs._known.clear()
     assert policy_of(models).acceptance[0] == 0.875 and measured.calls == 1
     assert policy_of(models, verifier="token").acceptance[0] == np.float32(Auto.acceptance)
 
@@ -482,15 +483,15 @@ def test_drafters_with_other_weights_learn_apart(models, measured):
     network = noisy_copy(target, 1.0)
     for number in range(3):  # drafters are made anew, as `generate` does of a model
         decode((target, sd.ModelDrafter(network)), INPUTS[:1])
-        (one,) = autotune._learned.values()
+        (one,) = past_requests._learned.values()
         assert one.requests == number + 1
     decode(models, INPUTS[:1])
-    assert measured.calls == 1 and len(autotune._learned) == 2
-    assert min(found.requests for found in autotune._learned.values()) == 1
-    before = autotune._identify(network.network)
-    assert autotune._identify(network.network) == before
+    assert measured.calls == 1 and len(past_requests._learned) == 2
+    assert min(found.requests for found in past_requests._learned.values()) == 1
+    before = past_requests.identify(network.network)
+    assert past_requests.identify(network.network) == before
     del network
-    assert autotune._identify(noisy_copy(target, 1.0).network) != before
+    assert past_requests.identify(noisy_copy(target, 1.0).network) != before
 
 
 @pytest.mark.slow
@@ -504,7 +505,7 @@ def test_inputs_of_a_job_learn_from_those_before(models, measured):
     assert [one.tokens for one in found] == [one.tokens for one in plain]
     drafted = [one.stats.drafted > 0 for one in found]
     assert all(drafted[:4]) and not any(drafted[4:])
-    (learned,) = autotune._learned.values()
+    (learned,) = past_requests._learned.values()
     assert learned.requests == 3
 
 
@@ -512,7 +513,7 @@ def test_inputs_of_a_job_learn_from_those_before(models, measured):
 def test_parts_of_a_queue_learn_from_those_before(models, measured, monkeypatch):
     """Of two batches each; those that decode plainly, and the next look, give the same tokens."""
     monkeypatch.setattr(continuous_batching, "_WINDOW", 2)
-    monkeypatch.setattr(autotune, "_LOOK", 3)
+    monkeypatch.setattr(past_requests, "LOOK", 3)
     target, inputs = models[0], [[3 + number % 20, 7, 1] for number in range(48)]
     how = dict(max_new_tokens=12, eos_ids=(), batch_size=2)
     plain = dict(sd.decode_stream(target, inputs, **how))
@@ -527,7 +528,7 @@ def test_parts_of_a_queue_learn_from_those_before(models, measured, monkeypatch)
 def test_times_of_batches_decide_for_several_rows():
     """Both ways are timed first; now and then a choice looks at the slower; else rates decide."""
     fast, slow = (9.0, 0.8, 0.9, 0.8), (9.0, 1.0, 1.1, 1.0)  # the first has a compilation in it
-    good, bad, Times = autotune.Learned(60, 50, 1), autotune.Learned(60, 0, 1), autotune.Times
+    good, bad = Learned(60, 50, 1), Learned(60, 0, 1)
     cases = {
         "none timed": (bad, Times(), True),
         "few with drafts": (bad, Times(slow[:2], (), 3), True),
@@ -566,13 +567,13 @@ def test_batches_of_several_rows_are_timed(models, measured):
     for number in range(8):
         drafts = decode(models, INPUTS).stats.drafted > 0
         assert drafts == (number < 3) or number > 5
-    (found,) = autotune._times.values()
+    (found,) = past_requests._times.values()
     assert len(found.drafting) >= 3 <= len(found.plain) and min(found.drafting + found.plain) > 0
-    autotune._times.clear()
+    past_requests._times.clear()
     decode(models, INPUTS[:1])
     for untimed in (dict(deadline=100.0), dict(sampling=sd.SamplingConfig(temperature=1.0))):
         decode(models, INPUTS, **untimed)
-    assert not autotune._times
+    assert not past_requests._times
 
 
 def test_the_time_of_who_reads_outputs_is_no_time_of_a_batch(models, measured, monkeypatch):
@@ -583,7 +584,7 @@ def test_the_time_of_who_reads_outputs_is_no_time_of_a_batch(models, measured, m
     how = dict(drafter=drafter, batch_size=2, max_new_tokens=6, eos_ids=())
     for _ in sd.decode_stream(target, inputs, **how):
         time.sleep(0.3)
-    (found,) = autotune._times.values()
+    (found,) = past_requests._times.values()
     assert len(found.drafting) == 1 and not found.plain, "the first batch waits for nobody"
 
 
@@ -594,10 +595,10 @@ def test_several_rows_that_learn_may_find_a_good_drafter():
 
 
 def test_looks_of_several_rows_may_go_on_drafting():
-    failed = autotune.Learned(60, 0, 16)
+    failed = Learned(60, 0, 16)
     looks, later = CHEAP.policy(8, failed), CHEAP.policy(8, failed._replace(requests=17))
     assert later is None and looks.look == 1 and sum(cost < 1e6 for cost in looks.costs) > 3
-    assert CHEAP.policy(8, autotune.Learned(requests=1)) is not None, "nothing was examined yet"
+    assert CHEAP.policy(8, Learned(requests=1)) is not None, "nothing was examined yet"
 
 
 def test_only_autotune_measures_and_only_record_remembers(models, home, measured):
@@ -612,8 +613,8 @@ def test_only_autotune_measures_and_only_record_remembers(models, home, measured
     assert measured.calls == 1 and chosen.learned_key and autotune.autotune(chosen) is chosen
     state, batch = prepare(target, INPUTS, **options)
     result = sd.finish(target, sd.advance(batch.network, batch.drafter, state, FOREVER), batch)
-    assert autotune._learned[batch.learned_key] == autotune.Learned(requests=2)
+    assert past_requests._learned[batch.learned_key] == Learned(requests=2)
     autotune.record(batch, result)
-    assert autotune._learned[batch.learned_key].examined > 0
+    assert past_requests._learned[batch.learned_key].examined > 0
     given = plan(target, INPUTS, gamma=3, **options)
     assert given.auto_rows is None and autotune.autotune(given) is given

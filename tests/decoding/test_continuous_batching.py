@@ -330,3 +330,17 @@ def test_what_was_read_outlives_the_state(rows):
     before = jax.tree.map(np.copy, kept)
     sd.advance(TARGET.network, None, state, np.int32(3))
     jax.tree.map(np.testing.assert_array_equal, kept, before)
+
+
+def test_what_is_wrong_with_a_late_input_is_told_before_the_first_output():
+    """Here a prompt leaves fewer tokens than `min_new_tokens`, behind the first 64 batches."""
+    fields = dict(emb_dim=8, num_heads=2, num_decoder_layers=1, mlp_dim=8, num_positions=32)
+    target = sd.LanguageModel.random(sd.GPTConfig(vocab_size=V, **fields), 0)
+    inputs = [[2, 3]] * 70 + [[2] * 9]
+    config = sd.GenerationConfig(
+        sampling=sd.SamplingConfig(min_new_tokens=4),
+        generation_config=sd.ModelDefaults(max_length=12),
+    )
+    with pytest.raises(sd.UnsupportedCombination, match="min_new_tokens: got 4, expected at most"):
+        next(decode_all(target, inputs, config=config, batch_size=1, seed=0))
+    assert next(decode_all(target, inputs[:-1], config=config, batch_size=1, seed=0)).tokens

@@ -9,7 +9,7 @@ import pytest
 from cost_folders import CHEAP, DEAR
 
 from specdec_jax.commands import generate
-from specdec_jax.decoding import autotune, continuous_batching
+from specdec_jax.decoding import continuous_batching, costs, past_requests
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -128,7 +128,7 @@ def test_a_job_resumes_with_the_costs_that_it_started_with(
     measured.gives = first
     code, begun = file_job(specdec, tmp_path, monkeypatch, after=2)
     assert code is None and (tmp_path / "out.partial").exists()
-    autotune._known.clear()
+    costs._known.clear()
     for file in (tmp_path / "cache/specdec_jax/costs").glob("*"):
         file.unlink()
     measured.gives = then
@@ -136,7 +136,7 @@ def test_a_job_resumes_with_the_costs_that_it_started_with(
     assert code == 0 and measured.calls == 2 and (begun == 0) == (first is DEAR)
     assert numbers_of(gone_on) == numbers_of(begun) and type(gone_on) is type(begun)
     resumed = (tmp_path / "out").read_text()
-    autotune._known.clear()
+    costs._known.clear()
     for file in (tmp_path / "cache/specdec_jax/costs").glob("*"):
         file.unlink()
     measured.gives = first
@@ -146,8 +146,18 @@ def test_a_job_resumes_with_the_costs_that_it_started_with(
     )
 
 
+def test_a_job_without_random_draws_learns(specdec, pair, measured, tmp_path):
+    """Its outputs do not depend on γ, so the journal holds no costs, and later jobs know."""
+    path, source = tmp_path / "out", tmp_path / "in.txt"
+    source.write_text("We asked\nShe was\nTom\nWe\nTom is\n")
+    code, _, err = specdec(*arguments(f"--input_file={source}", f"--output_file={path}"))
+    assert (code, err) == (0, "")
+    (learned,) = past_requests._learned.values()
+    assert learned.examined > 0 and learned.requests > 0
+
+
 def numbers(**changes):
-    return {"costs": [1.0] * 9, "acceptance": 0.5, "weight": 2.0, "look": 1.0} | changes
+    return {"costs": [1.0] * 9, "acceptance": 0.5} | changes
 
 
 @pytest.mark.slow
@@ -162,8 +172,8 @@ def numbers(**changes):
         numbers(costs=[1, 2]),
         numbers(costs=["a"] * 9),
         numbers(costs=[-1] * 9),
-        numbers(weight=-1.0),
-        numbers(look=None),
+        numbers(acceptance=-1.0),
+        numbers(acceptance=None),
         numbers(other=1),
     ],
     ids=str,
@@ -198,7 +208,7 @@ def test_a_first_line_that_was_cut_short_is_written_anew(
     partial = tmp_path / "out.partial"
     partial.write_bytes(partial.read_bytes().split(b"\n")[0][:-20])
     measured.gives = CHEAP._replace(iterations=tuple(1.01 * time for time in CHEAP.iterations))
-    autotune._known.clear()
+    costs._known.clear()
     for file in (tmp_path / "cache/specdec_jax/costs").glob("*"):
         file.unlink()
     assert (

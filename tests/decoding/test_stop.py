@@ -1,6 +1,7 @@
 """Stop strings, streamed text and deadlines: ids, text and log-probabilities agree."""
 
 import collections
+import dataclasses
 import functools
 import io
 import itertools
@@ -16,7 +17,7 @@ from toy_models import EchoModel, HashModel
 
 from specdec_jax.decoding import generate as generate_module
 from specdec_jax.decoding import stream as stream_module
-from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.generate import generate, mark_stopped
 from specdec_jax.decoding.stop import count_visible, find_stop
 from specdec_jax.decoding.stream import stream
 from specdec_jax.drafters.model import ModelDrafter
@@ -184,6 +185,35 @@ def test_a_run_of_bytes_is_shown_at_its_end():
     assert texts == ["a=", "a\ufffd\ufffd"]
     ids = [letter, byte, other, letter]
     assert [count_visible(vocabulary, ids[:n], ()) for n in range(5)] == [0, 1, 1, 1, 4]
+
+
+def test_a_stop_string_in_a_run_of_bytes_counts_at_its_end():
+    """Whether the host looks before the byte that changes the run, or only after it."""
+    vocabulary = TokenizerJsonVocabulary(make_tokenizer().to_str(), eos_ids=(1,))
+    find = make_tokenizer().token_to_id
+    letter, byte, other = (find(piece) for piece in ("a", "<0x3D>", "<0xFF>"))
+    target = types.SimpleNamespace(vocabulary=vocabulary, network=types.SimpleNamespace(rules=None))
+    tokens = jnp.array([[letter, byte, other, letter], [letter, byte, letter, letter]])
+
+    def met(length):
+        state = DecodeLike(jnp.full(2, length), jnp.zeros(2, bool), tokens)
+        return np.asarray(mark_stopped(target, state, np.zeros(2, int), ("=",)).done).tolist()
+
+    assert [met(length) for length in (1, 2, 3, 4)] == [
+        [False, False],
+        [False, False],
+        [False, True],
+        [False, True],
+    ]
+
+
+@dataclasses.dataclass
+class DecodeLike:
+    """The part of a state that is looked at."""
+
+    lengths: jax.Array
+    done: jax.Array
+    tokens: jax.Array
 
 
 # --- Through the engine: an echoing target, a drafter that is often wrong ---

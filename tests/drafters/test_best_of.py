@@ -20,6 +20,7 @@ from distribution_samples import (
 import specdec_jax as sd
 from specdec_jax.decoding.generate import prepare
 from specdec_jax.drafters.cascade import join_drafts
+from specdec_jax.speculative.adaptive_gamma import Auto
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.state import Draft
 
@@ -82,6 +83,25 @@ def test_a_small_difference_changes_nothing():
     )
     state = sd.advance(request.network, request.drafter, state, np.int32(5))
     assert np.all(state.draft_state.chosen == 0)
+
+
+def test_iterations_without_a_draft_tell_nothing_of_a_drafter():
+    """As where `gamma="auto"` drafts nothing; what was asked for and not found counts."""
+    for maximum, other, counts in ((1, sd.ModelDrafter(TARGET), False), (1, Mute(16), True)):
+        drafter = sd.BestOf(other, sd.ModelDrafter(TARGET), costs=(0.1, 0.1))
+        costs = (1.0, 1.2) if counts else (1.0, 100.0)  # with these a draft never pays
+        state, request = prepare(
+            TARGET,
+            INPUTS,
+            drafter=drafter,
+            gamma=Auto(maximum, costs=costs, look=0.0),
+            max_new_tokens=8,
+            eos_ids=(),
+            key=KEY,
+        )
+        state = sd.advance(request.network, request.drafter, state, np.int32(3))
+        time = np.asarray(state.draft_state.time)
+        assert np.all(time[:, 0] > 0) if counts else not time.any()
 
 
 def sampled(drafter) -> float:

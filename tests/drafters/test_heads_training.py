@@ -89,6 +89,29 @@ def test_loss_is_the_sum_over_tokens_and_heads(smoothing, soft, backbone):
     )
 
 
+def test_the_figure_of_validation_does_not_depend_on_the_batches():
+    """The target's loss is a mean over its own tokens, of which short outputs have more a head."""
+    rng = np.random.default_rng(1)
+    inputs, targets = rng.integers(2, 64, (2, 4, 6)).astype(np.int32)
+    targets[0, 2:], targets[1, 1:] = -1, -1
+    target, config = random_params(), HeadsConfig(3, 16, 64)
+    params = {"heads": heads_module.init_params(config, jax.random.key(0)), "target": target}
+    objective = training_heads.HeadsObjective(
+        TINY.module(), 0.0, start_token=2, heads=Heads(config), backbone_weight=0.7
+    )
+    run = training_heads.HeadsRun.__new__(training_heads.HeadsRun)
+    run.objective = objective
+    figures, wrong = [], []
+    for parts in ([slice(0, 4)], [slice(0, 2), slice(2, 4)]):
+        batches = [(inputs[part], targets[part]) for part in parts]
+        found = [training_heads.assess_heads(params, batch, objective) for batch in batches]
+        figures.append(run.mean_loss(jax.tree.map(lambda *values: sum(values), *found)))
+        sums = [training_heads.heads_loss(params, batch, objective)[1] for batch in batches]
+        wrong.append(float(sum(one.loss for one in sums) / sum(one.tokens for one in sums)))
+    np.testing.assert_allclose(figures[0], figures[1], rtol=1e-5)
+    assert abs(wrong[0] - wrong[1]) > 1e-3 * wrong[0], "the two batches are weighted alike"
+
+
 @pytest.fixture(scope="module")
 def settings(language, tmp_path_factory):
     """Makes the settings of a run on a saved random target; `settings.folder` has the target."""

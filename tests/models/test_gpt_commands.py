@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import re
 
 import jax
@@ -173,7 +174,14 @@ def export(folder, **fields):
     return made, folder
 
 
-@pytest.mark.parametrize("fields", [{}, dict(logits_via_embedding=False, mlp_activation="silu")])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        dict(logits_via_embedding=False, mlp_activation="silu"),
+        dict(mlp_activation="gelu_exact"),
+    ],
+)
 def test_what_is_exported_is_loaded_again(fields, tmp_path):
     model, folder = export(tmp_path / "hf", **fields)
     again = loader.load(folder, "float32")
@@ -183,9 +191,9 @@ def test_what_is_exported_is_loaded_again(fields, tmp_path):
 
 
 def test_what_cannot_be_exported_is_rejected(tmp_path):
-    message = "format: got 'huggingface' for the activation 'gelu_exact', expected one of gelu"
+    message = "format: got 'huggingface' for the activation 'linear', expected one of gelu"
     with pytest.raises(ValueError, match=message):
-        export(tmp_path / "hf", mlp_activation="gelu_exact")
+        export(tmp_path / "hf", mlp_activation="linear")
     vocabulary = SentencePieceVocabulary.train(["a b c", "b c d"] * 3, 10)
     model = sd.LanguageModel.random(TINY, 0, vocabulary, eos_ids=(1,))
     message = "vocabulary: got SentencePieceVocabulary, expected a tokenizer.json"
@@ -195,10 +203,12 @@ def test_what_cannot_be_exported_is_rejected(tmp_path):
 
 
 @pytest.mark.slow
-def test_transformers_reads_what_is_exported(tmp_path):
+@pytest.mark.parametrize("fields", [{}, dict(mlp_activation="gelu_exact")])
+def test_transformers_reads_what_is_exported(tmp_path, fields):
+    """The exact gelu is Cerebras-GPT's."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    model, folder = export(tmp_path / "hf")
+    model, folder = export(tmp_path / "hf", **fields)
     read = transformers.AutoModelForCausalLM.from_pretrained
     theirs, info = read(folder, dtype=torch.float32, output_loading_info=True)
     assert not any(info.values())
@@ -219,7 +229,7 @@ def test_transformers_reads_what_is_exported(tmp_path):
         ("scale_attn_by_inverse_layer_idx", True),
         ("reorder_and_upcast_attn", True),
         ("add_cross_attention", True),
-        ("activation_function", "gelu"),
+        ("activation_function", "tanh"),
         ("n_embd", "24"),
     ],
 )
@@ -228,6 +238,20 @@ def test_options_that_are_not_here(option, value, tmp_path):
     rejected(
         lambda: loader.load(folder), f"{folder / 'config.json'}: {option}: got {value!r}, expected"
     )
+
+
+def test_an_usual_id_that_the_vocabulary_lacks_ends_nothing(tmp_path):
+    """A GPT-2's is 50256 where no file says; an id of a file that is too large stays an error."""
+    none = dict(bos_token_id=None, eos_token_id=None)
+    folder = write_hf(tmp_path / "hf", tensors())
+    path = folder / "config.json"
+    options = {k: v for k, v in json.loads(path.read_text()).items() if k not in none}
+    path.write_text(json.dumps(options))
+    assert options["vocab_size"] < 50256 and not (folder / "generation_config.json").exists()
+    model = loader.load(folder, "float32")
+    assert (model.start_token, model.eos_ids) == (0, ())
+    path.write_text(json.dumps(options | {"eos_token_id": 50256}))
+    rejected(lambda: loader.load(folder), "special id: got 50256, expected an id of the vocabulary")
 
 
 def test_damaged_folders(tmp_path):

@@ -331,7 +331,7 @@ ROWS = {
     "`decoder_prefix`": continue_a_prefix,
     "int8 and w8a8 on a CPU": round_weights,
     "meshes": divide,
-    "heads, and drafters that read states": train_on_states,
+    "Medusa heads, and drafters that read states (EAGLE)": train_on_states,
     "`specdec train`, also from a teacher": train_a_model,
     "`masks`, for a `ParallelDrafter`": train_for_all_at_once,
     "`specdec distill`": distil_a_drafter,

@@ -103,6 +103,37 @@ def test_a_processor_is_named_briefly(results):
     names = "Intel(R) Xeon(R) Processor", "Intel(R) Core(TM) i7-9750H CPU @ 2.60GHz", "AMD EPYC"
     brief = [results.name_processor({"processor": name}) for name in names]
     assert brief == ["Intel Xeon", "Intel Core i7-9750H", "AMD EPYC"]
+    families = {(25, 17): "Zen 4", (25, 33): "family 25, model 33", (26, 2): "Zen 5"}
+    for family, name in families.items():
+        described = {"processor": "AMD EPYC", "processor_family": list(family)}
+        assert results.name_processor(described) == f"AMD EPYC ({name})"
+
+
+def test_machines_have_records_of_their_own(results, tmp_path, monkeypatch):
+    """A GPU's host may have the same processor as another machine; a model, another number."""
+    monkeypatch.setattr(results, "STAGES", {"a": results.STAGES["pair"]._replace(measure=dict)})
+    monkeypatch.setattr(results, "RECORDS", tmp_path)
+    one = dict(processor="AMD EPYC", processor_family=[26, 2], cores=2, device="cpu: cpu, 1")
+    for change in ({}, {"cores": 4}, {"device": "gpu: NVIDIA H200, 1"}):
+        monkeypatch.setattr(results.machine, "describe_machine", lambda change=change: one | change)
+        monkeypatch.setitem(results.STAGES, "a", results.STAGES["a"]._replace(measure=lambda _: {}))
+        results.measure(results.Settings(None, False), ["a"], again=False)
+    names = ["amd-epyc-zen-5-2-cores", "amd-epyc-zen-5-4-cores", "nvidia-h200"]
+    assert sorted(path.stem for path in tmp_path.iterdir()) == names
+
+
+def test_a_run_with_texts_measures_what_one_without_them_did(results):
+    full, with_texts = (results.Settings(data, False) for data in (None, "texts"))
+    for rows, data, expected in (
+        ({"sentences T=0": {}}, False, False),
+        ({"sentences T=0": {}}, True, True),  # the folder lacks the stage's texts
+        ({"steps": {}}, False, True),
+        ({"ende": {}}, True, True),
+    ):
+        part = {"rows": rows, "command": "", "data": data}
+        assert results.is_measured(part, with_texts) is expected
+        assert results.is_measured(part, full)
+    assert not results.is_measured({"failed": "x"}, full)
 
 
 def test_machines_that_computed_the_same_share_a_column(results):
@@ -153,8 +184,8 @@ def test_a_run_leaves_out_what_one_machine_has_measured_for_all(results, monkeyp
         ({"once": {"rows": {}}, "full": {"rows": {}}}, ["timed", "full"], ["timed"]),
     ):
         monkeypatch.setattr(results, "read_records", lambda found=found: [{"stages": found}])
-        assert results.choose_stages(quick=False) == full_run
-        assert results.choose_stages(quick=True) == quick_run
+        for quick_one, expected in ((False, full_run), (True, quick_run)):
+            assert results.choose_stages(results.Settings(None, quick_one)) == expected
 
 
 @pytest.mark.parametrize("data", ["", "no/such/folder", __file__])
@@ -197,6 +228,7 @@ def test_a_run_resumes_and_a_failing_stage_stops_no_other(results, tmp_path, mon
         "b": stage("b", RuntimeError("/a/b/c in '/d/e'\nno")),
         "c": stage("c", skipped),
     }
+    lost = stage("a", RuntimeError("no memory"))
     monkeypatch.setattr(results, "STAGES", stages)
     monkeypatch.setattr(results, "RECORDS", tmp_path)
     for _ in range(2):
@@ -205,6 +237,8 @@ def test_a_run_resumes_and_a_failing_stage_stops_no_other(results, tmp_path, mon
     results.measure(results.Settings(None, False), ["a", "b"], again=False)
     results.measure(results.Settings(None, False), ["a"], again=False)
     assert calls[5:] == ["a", "b"]  # in full, but once
+    stages["a"] = lost
+    results.measure(results.Settings(None, False), ["a"], again=True)  # loses no rows
     (path,) = tmp_path.iterdir()
     found = json.loads(path.read_text(encoding="utf-8"))["stages"]
     assert found["a"]["rows"] == {"text": {}} and found["c"]["skipped"] == "no data"

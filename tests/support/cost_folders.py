@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from specdec_jax.decoding import autotune, request
-from specdec_jax.decoding.autotune import Costs
+from specdec_jax.decoding import autotune, costs, past_requests, request
+from specdec_jax.decoding.costs import Costs
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM
 
 CHEAP = Costs(tuple(1 + 0.05 * gamma for gamma in range(MAXIMUM + 1)), 0.1, 1e-3)
@@ -18,9 +18,9 @@ def home(tmp_path, monkeypatch):
     XLA's programs go elsewhere.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(autotune, "_known", {})
-    monkeypatch.setattr(autotune, "_learned", {})
-    monkeypatch.setattr(autotune, "_times", {})
+    monkeypatch.setattr(costs, "_known", {})
+    monkeypatch.setattr(past_requests, "_learned", {})
+    monkeypatch.setattr(past_requests, "_times", {})
     monkeypatch.setattr(request, "is_measurable", lambda network: True)
     before = jax.config.jax_compilation_cache_dir
     yield tmp_path / "cache/specdec_jax/costs"

@@ -495,14 +495,15 @@ def test_the_line_about_spaces_is_printed_when_the_model_is_loaded(tmp_path):
     assert [line for line in printed if "clean_up" in line] == printed[:1]
 
 
-def test_half_of_a_tokenizer_is_named_when_the_model_is_loaded(tmp_path):
+@pytest.mark.parametrize("name", ["vocab.json", "vocab.txt", "tokenizer.model"])
+def test_half_of_a_tokenizer_is_named_when_the_model_is_loaded(tmp_path, name):
     tensors = make.to_tensors(make.random_params(make.TINY))
     make.write_hf(tmp_path, tensors)
-    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / name).write_text("{}")
     printed: list[str] = []
     assert sd.load(tmp_path, "float32", say=printed.append).vocabulary is None
-    (line,) = [line for line in printed if "vocab.json" in line]
-    assert "got vocab.json, expected the other files of its tokenizer, too" in line
+    (line,) = [line for line in printed if name in line]
+    assert f"got {name}, expected a tokenizer.json, or its tokenizer's other files" in line
 
 
 # Vocabularies and logits.

@@ -128,3 +128,21 @@ def test_distillation_and_heads_in_a_store(tmp_path, capsys):
         )
     )
     assert sd.HeadsDrafter.load("memory://runs/heads/heads", target).config.num_heads == 2
+
+
+def test_the_vocabulary_of_a_run_may_be_a_url(tmp_path, monkeypatch):
+    """It is read there; one that is missing is written there."""
+    write_language(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    train.fit(config_of(tmp_path, tmp_path / "first", steps=1, **SETTINGS))
+    (model,) = (tmp_path / "first").glob("vocabulary.model")
+    url = "memory://runs/spiece.model"
+    given = dataclasses.replace(
+        config_of(tmp_path, tmp_path / "second", steps=1, **SETTINGS), vocabulary=url
+    )
+    train.fit(given)
+    assert fsspec.open(url).open().read() == model.read_bytes()
+    stamp = fsspec.filesystem("memory").modified("/runs/spiece.model")
+    train.fit(dataclasses.replace(given, output_dir=str(tmp_path / "third")))
+    assert fsspec.filesystem("memory").modified("/runs/spiece.model") == stamp
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("memory")]

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +124,16 @@ def test_export_takes_the_best_or_the_newest(finished, tmp_path):
         train.export(copy, tmp_path / "x", "last")
     with pytest.raises(ValueError, match="got a folder without config.json"):
         train.export(tmp_path, tmp_path / "x")
+
+
+def test_what_is_measured_depends_on_the_languages():
+    run = train.Run.__new__(train.Run)
+    run.objective, run.saved = types.SimpleNamespace(masks=0), types.SimpleNamespace(select="loss")
+    described = []
+    for source, target in ((None, None), ("de_DE", None), ("de_DE", "en_XX"), ("de_DE", "en_XX")):
+        run.config = types.SimpleNamespace(source_language=source, target_language=target)
+        described.append(run._describe_figure())
+    assert len(set(described)) == 3 and described[-1] == described[-2]
 
 
 @pytest.mark.slow

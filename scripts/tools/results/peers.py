@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.checkpoints import converter
+from specdec_jax.decoding.costs import count_cores
 from tools.results.cases import NEW_TOKENS, load_target
 
 
@@ -28,7 +29,7 @@ def write_huggingface() -> pathlib.Path:
 
 
 def make_ctranslate2(ids: list[list[int]]) -> dict[str, Callable[[], list]]:
-    """Returns calls of CTranslate2, with two translators of one thread; {} without it."""
+    """Returns calls of CTranslate2, with a translator of one thread a core; {} without it."""
     if not is_installed("ctranslate2", "transformers", "torch"):
         return {}
     import ctranslate2
@@ -43,7 +44,7 @@ def make_ctranslate2(ids: list[list[int]]) -> dict[str, Callable[[], list]]:
     calls: dict[str, Callable[[], list]] = {}
     for kind in ("float32", "int8"):
         translator = ctranslate2.Translator(
-            str(converted), compute_type=kind, inter_threads=2, intra_threads=1
+            str(converted), compute_type=kind, inter_threads=count_cores() or 1, intra_threads=1
         )
 
         def translate(translator: Any = translator) -> list[list[int]]:
@@ -56,7 +57,7 @@ def make_ctranslate2(ids: list[list[int]]) -> dict[str, Callable[[], list]]:
             )
             return [[numbers[name] for name in result.hypotheses[0]] for result in results]
 
-        calls[f"CTranslate2 {ctranslate2.__version__}, {kind}, two threads"] = translate
+        calls[f"CTranslate2 {ctranslate2.__version__}, {kind}"] = translate
     return calls
 
 
@@ -122,7 +123,8 @@ def make_encoders(config: Any, folder: str) -> dict[str, Callable[[list[int]], A
     path = pathlib.Path(folder) / "encoder"
     path.mkdir()
     spec.save(str(path))
-    encoder = ctranslate2.Encoder(str(path), compute_type="float32", intra_threads=2)
+    threads = count_cores() or 1
+    encoder = ctranslate2.Encoder(str(path), compute_type="float32", intra_threads=threads)
 
     def encode_by_ctranslate2(ids: list[int]) -> Any:
         return np.array(encoder.forward_batch([ids]).last_hidden_state)
@@ -159,7 +161,8 @@ def make_decoder(
     spec.validate()
     spec.optimize(quantization="int8")
     spec.save(str(folder))
-    translator = ctranslate2.Translator(str(folder), compute_type="int8", intra_threads=2)
+    threads = count_cores() or 1
+    translator = ctranslate2.Translator(str(folder), compute_type="int8", intra_threads=threads)
     how = dict(beam_size=1, max_decoding_length=new_tokens, min_decoding_length=new_tokens)
 
     def decode(ids: list[int]) -> int:

@@ -12,6 +12,7 @@ from tools.results.cases import load_target
 from tools.results.stage import Settings, Skipped
 
 TEXTS = ("ende", "wiki_pe", "wikitext2", "scitldr", "dialogsum")
+BUILT_IN = "sentences"  # the text of the package, where none of those is there
 # The padded length of a quick run's sentences, and how many it looks at.
 _PADDED, _SCANNED = 24, 600
 
@@ -36,7 +37,7 @@ def read_texts(settings: Settings, names: Sequence[str], count: int) -> dict[str
         for name in names
         if (path := find_text(settings, name))
     }
-    return found or {"sentences": read_built_in_sentences()[:count]}
+    return found or {BUILT_IN: read_built_in_sentences()[:count]}
 
 
 def read_sentences(

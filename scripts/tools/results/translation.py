@@ -16,6 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from specdec_jax.checkpoints.loader import BUNDLED
+from specdec_jax.decoding.costs import count_cores
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.bart import BART_PRESETS, BartConfig
 from specdec_jax.models.language_model import LanguageModel
@@ -118,7 +119,10 @@ def _make_ctranslate2(folder: pathlib.Path) -> dict[str, Decode]:
     tokens = {i: name for name, i in names.items()}
     calls: dict[str, Decode] = {}
     for kind in ("float32", "int8"):
-        translator = ctranslate2.Translator(str(converted), compute_type=kind, intra_threads=2)
+        threads = count_cores() or 1
+        translator = ctranslate2.Translator(
+            str(converted), compute_type=kind, intra_threads=threads
+        )
 
         def decode(row: list[int], translator: ctranslate2.Translator = translator) -> int:
             (result,) = translator.translate_batch(

@@ -99,7 +99,7 @@ def is_available() -> bool:
 def describe_state() -> str:
     """Returns a line for people that says which library is used, or why none is.
 
-    Loads it as `available` does.
+    Loads it as `is_available` does.
     """
     return _has_settled().line
 
@@ -217,8 +217,14 @@ def _find() -> _Library:
         try:
             found = _build(folder, key, source, compiler)
         except _Failed as error:
-            with contextlib.suppress(OSError):
-                write_file(record, json.dumps({"failed": str(error)}))
+            kept = None  # a library that was there, or that another process has made meanwhile
+            with contextlib.suppress(_Unusable):
+                kept = _read_recorded_library(record)
+            if kept is not None and not setting:
+                return kept
+            if kept is None:
+                with contextlib.suppress(OSError):
+                    write_file(record, json.dumps({"failed": str(error)}))
             raise
         content = {"library": os.path.basename(found.path), "origin": found.origin}
         write_file(record, json.dumps(content))
