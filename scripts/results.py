@@ -37,7 +37,7 @@ from absl import app, flags
 
 from specdec_jax.analysis import machine
 from specdec_jax.analysis.variants import IN_A_ROW
-from specdec_jax.decoding.costs import keep_costs
+from specdec_jax.decoding.iteration_costs import keep_costs
 from specdec_jax.decoding.program_cache import keep_programs
 from specdec_jax.files.writing import write_file
 from tools.results.cases import forget_programs
@@ -59,7 +59,7 @@ _RENDER = flags.DEFINE_bool("render", False, "Render the pages' tables, measure 
 _GENERATIONS = (
     (25, (*range(16, 32), *range(96, 128), *range(160, 176)), "Zen 4"),
     (26, range(256), "Zen 5"),
-    (6, (85,), "Cascade Lake"),
+    (6, (85,), "Skylake or Cascade Lake"),
     (6, (106,), "Ice Lake"),
     (6, (143,), "Sapphire Rapids"),
     (6, (173, 174), "Granite Rapids"),

@@ -14,7 +14,7 @@ import jax
 from specdec_jax.analysis.variants import SentenceBatch, Workload
 from specdec_jax.backends.cpu import native
 from specdec_jax.backends.gpu import attention as gpu_attention
-from specdec_jax.decoding import costs
+from specdec_jax.decoding import iteration_costs
 from specdec_jax.models import fused_step_selftest
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import is_decoder_only
@@ -31,9 +31,9 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: _find_version(name) for name in PACKAGES},
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": costs.read_processor_name(),
+        "processor": iteration_costs.read_processor_name(),
         "processor_family": _read_family(),
-        "cores": costs.count_cores(),
+        "cores": iteration_costs.count_cores(),
         "device": f"{device.platform}: {device.device_kind}, {jax.device_count()}",
         "kernel": _kernels(device.platform),
     }

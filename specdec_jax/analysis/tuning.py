@@ -21,7 +21,7 @@ from specdec_jax.analysis.top_k_hit_rate import acceptance_by_rank
 from specdec_jax.analysis.variants import SentenceBatch, Variant, Workload, make_decoder
 from specdec_jax.analysis.verdicts import find_best
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.decoding import autotune, costs
+from specdec_jax.decoding import autotune, iteration_costs
 from specdec_jax.decoding.checks import unsupported
 from specdec_jax.decoding.request import plan
 from specdec_jax.files.progress import track
@@ -156,7 +156,7 @@ def keep_acceptance(workload: Workload, alpha: float) -> None:
     if planned.auto_rows is not None:
         known = autotune.find_costs(planned)
         known = known._replace(acceptance=min(max(float(alpha), 0.0), 1.0))
-        costs.save_costs(costs.costs_key(planned), known)
+        iteration_costs.save_costs(iteration_costs.costs_key(planned), known)
 
 
 @isolated

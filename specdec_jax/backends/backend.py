@@ -37,7 +37,7 @@ class Backend:
         positions that are not valid.
       transposes_int8: whether the numbers of weights in int8 are transposed, `[F, D]`.
       min_query_len: the fewest positions of a single row that a decoder call feeds.
-      platform: where `decode_states` runs, as `jax.lax.platform_dependent` names it.
+      platform: where `run_fused_step` runs, as `jax.lax.platform_dependent` names it.
     """
 
     joins_weights: bool = False
@@ -99,7 +99,7 @@ class Backend:
     # Decoder calls.
 
     def count_padding(self, batch: int, count: int) -> int:
-        """Returns how many tokens a call over `count` tokens a row computes for nothing."""
+        """Returns how many padding tokens are added to each row of a call over `count` tokens."""
         return 0
 
     def attend_to_cache(
@@ -123,8 +123,7 @@ class Backend:
         query = xla.divide(query, heads.divisor)
         starts = call.positions if call.nodes is None else call.nodes.starts
         cache = self.append(cache, key, value, starts)
-        how = call.mask, bias, heads, heads_per_tile, call.more
-        return xla.attend(query, cache, *how), cache
+        return xla.attend(query, cache, call.mask, bias, heads, heads_per_tile, call.more), cache
 
     def attend_to_encoded(
         self, query: Query, cross: KVCache, mask: Mask, valid: Valid, heads: AttentionShape
@@ -160,14 +159,16 @@ class Backend:
         """Returns whether XLA's decoder call over two positions takes no longer than over one."""
         return False
 
-    def runs_whole_step(self, network: Any, queries: int, cache: Any, layers: int | None) -> bool:
-        """Returns whether a decoder call over so many positions is `decode_states`' kernels."""
+    def supports_fused_step(
+        self, network: Any, queries: int, cache: Any, layers: int | None
+    ) -> bool:
+        """Returns whether kernels run a whole decoder call of a network over `queries` tokens."""
         return False
 
-    def decode_states(
+    def run_fused_step(
         self, network: Any, x: States, positions: PerRow, cache: Any, layers: int | None
     ) -> tuple[States, Any]:
-        """Runs those kernels of a `Network` over tokens with the embeddings `x`.
+        """Runs those kernels over tokens with the embeddings `x`.
 
         The other arguments are those of `FamilyModule.decode_states`.
         """
@@ -247,6 +248,25 @@ class AcceleratorBackend(Backend):
             )
         return self._write(cache, key, value, positions)
 
+    @property
+    def fused_kernels(self) -> Any:
+        """The module of kernels that run a whole decoder call."""
+        raise NotImplementedError
+
+    def supports_fused_step(
+        self, network: Any, queries: int, cache: Any, layers: int | None
+    ) -> bool:
+        shape = cache.layers[0].batch, queries
+        return self.fused_kernels.supports_call(
+            network.module, network.params, shape, cache, layers
+        )
+
+    def run_fused_step(
+        self, network: Any, x: States, positions: PerRow, cache: Any, layers: int | None
+    ) -> tuple[States, Any]:
+        run = self.fused_kernels.decode_states
+        return run(network.module, network.params, x, positions, cache, layers)
+
     def _take(self, buffer: Float[Array, "*B H S K"], sources: Int[Array, "B M"]) -> ByHeads:
         if self.rules is not None or sources.size > _MAX_MOVED:
             return kv_cache.take_slots(buffer, sources)
@@ -318,21 +338,11 @@ class GPUBackend(AcceleratorBackend):
         """Returns True: a call over one position is fed two."""
         return True
 
-    def runs_whole_step(self, network: Any, queries: int, cache: Any, layers: int | None) -> bool:
-        """Returns whether `fused_layers` has kernels for such a call."""
+    @property
+    def fused_kernels(self) -> Any:
         from specdec_jax.backends.gpu import fused_layers
 
-        shape = cache.layers[0].batch, queries
-        return fused_layers.supports_call(network.module, network.params, shape, cache, layers)
-
-    def decode_states(
-        self, network: Any, x: States, positions: PerRow, cache: Any, layers: int | None
-    ) -> tuple[States, Any]:
-        """Runs those kernels."""
-        from specdec_jax.backends.gpu import fused_layers
-
-        arguments = x, positions, cache, layers
-        return fused_layers.decode_states(network.module, network.params, *arguments)
+        return fused_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,18 +358,16 @@ class TPUBackend(AcceleratorBackend):
 
     def heads_per_tile(self, heads: AttentionShape) -> int:
         """Returns how many heads lie side by side: as many as fill a tile and divide its number."""
-        parts, most = (
-            (1 if self.rules is None else self.rules.parts),
-            kv_cache.TILE[1] // heads.features,
-        )
+        parts = 1 if self.rules is None else self.rules.parts
+        most = kv_cache.TILE[1] // heads.features
         counts = range(max(most, 1), 0, -1)
         return next(count for count in counts if heads.kv_heads % (count * parts) == 0)
 
     def count_padding(self, batch: int, count: int) -> int:
-        """Returns how many tokens a call over `count` tokens a row computes for nothing.
+        """Returns how many tokens of padding are added to each row of a call over `count` tokens.
 
-        Otherwise a TPU's compiler changes layouts in every layer. Several rows fill tiles only if
-        that is at most a seventh more.
+        Without whole tiles a TPU's compiler changes layouts in every layer. Several rows are padded
+        only if that adds at most a seventh.
         """
         padding = -count % kv_cache.ROWS if count > kv_cache.ROWS else 0
         return padding if batch == 1 or 7 * padding <= count else 0
@@ -373,21 +381,11 @@ class TPUBackend(AcceleratorBackend):
         """
         return cache.layers[0].batch == 1
 
-    def runs_whole_step(self, network: Any, queries: int, cache: Any, layers: int | None) -> bool:
-        """Returns whether `fused_mesh` has a kernel for such a call."""
+    @property
+    def fused_kernels(self) -> Any:
         from specdec_jax.backends.tpu import fused_mesh
 
-        shape = cache.layers[0].batch, queries
-        return fused_mesh.supports_call(network.module, network.params, shape, cache, layers)
-
-    def decode_states(
-        self, network: Any, x: States, positions: PerRow, cache: Any, layers: int | None
-    ) -> tuple[States, Any]:
-        """Runs that kernel."""
-        from specdec_jax.backends.tpu import fused_mesh
-
-        arguments = x, positions, cache, layers
-        return fused_mesh.decode_states(network.module, network.params, *arguments)
+        return fused_mesh
 
 
 def choose_backend(

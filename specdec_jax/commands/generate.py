@@ -431,7 +431,8 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
     plan = plan_decoding(target, inputs, config=config, drafter=drafter, key=key, batch_size=rows)
     # Where outputs do not depend on γ, it is chosen by what was decoded before.
     fixed = plan.auto_rows is not None and (learner is not None or not plan.may_learn)
-    measured = {"costs": _costs_record(autotune.autotune(plan, first=True))} if fixed else {}
+    chosen = autotune.autotune(plan, first=True, once=True) if fixed else plan
+    measured = {"costs": _costs_record(chosen)} if fixed else {}
     settings = _deciding_options(options, target, drafter, source.contents)
     numbers, start = job.numbers, job.numbers.start
     with Journal(options.output_file, settings, len(numbers), measured, start) as journal:
@@ -443,6 +444,7 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
         with Progress("decoding", len(numbers), "sentences") as progress:
             endings.say = progress.message  # above the bar
             _restore(job, journal, progress)
+            refills = continuous_batching.may_refill(rows, len(inputs), config.deadline)
             outputs = decode_stream(
                 target,
                 inputs,
@@ -450,9 +452,7 @@ def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
                 **({"learner": learner} if learner and drafter else {"drafter": drafter}),
                 key=key,
                 batch_size=rows,
-                refill=None
-                if continuous_batching.may_refill(rows, len(inputs), config.deadline)
-                else False,
+                refill=None if refills else False,
                 skip=journal.done.union(range(start), range(numbers.stop, len(inputs))),
             )
             left = config.num_samples * (len(numbers) - len(journal.done))
@@ -618,8 +618,9 @@ def _read_pieces(job: _Job, number: int, key: jax.Array) -> Iterator[Piece]:
 
 def _print_pieces(job: _Job) -> None:
     """Decodes every sentence alone and prints its text as it is committed."""
-    continuous_batching.check_longest(job.target, job.source.inputs, job.config, job.drafter)
-    keys = fold_keys(make_key(job.options.seed), np.arange(len(job.source.inputs)))
+    inputs = job.source.inputs
+    continuous_batching.check_longest(job.target, inputs, job.config, job.drafter, 1)
+    keys = fold_keys(make_key(job.options.seed), np.arange(len(inputs)))
     for number in job.numbers:
         held = ""  # spaces at the end: with a line end after them they become one
         for piece in _read_pieces(job, number, keys[number : number + 1]):

@@ -1,8 +1,8 @@
 """Chooses γ = "auto" by what iterations cost on this machine, which is measured once.
 
-A measurement is for one target, drafter, number of rows and kind of sampling (`costs.py`). It takes
-seconds, most of them for compilation. What earlier requests have shown (`past_requests.py`) counts
-as well.
+A measurement is for one target, drafter, number of rows and kind of sampling
+(`iteration_costs.py`). It takes seconds, most of them for compilation. What earlier requests have
+shown (`past_requests.py`) counts as well.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.decoding import past_requests
-from specdec_jax.decoding.costs import Costs, costs_key, load_costs, save_costs
+from specdec_jax.decoding.iteration_costs import Costs, costs_key, load_costs, save_costs
 from specdec_jax.decoding.past_requests import Learned, identify
 from specdec_jax.decoding.request import Plan, Request
 from specdec_jax.decoding.results import GenerationResult
@@ -48,8 +48,8 @@ def autotune(
     """Chooses γ = "auto" by what iterations cost here; returns the plan with the choice.
 
     The first call of a kind measures the costs, and keeps them for this process and, in a small
-    file, for others. Where drafting would not pay, the plan has no drafter. A plan of which γ was
-    given is returned as it is.
+    file, for others. Where drafting would not pay, the plan has no drafter. A plan with a given γ
+    is returned unchanged.
 
     Args:
       plan: the checked arguments.
@@ -66,17 +66,16 @@ def autotune(
     if not costs.pays(rows, plan.may_learn and not once, limit):
         return plan.plainly()
     own = f"{key} {identify(plan.network)} {identify(plan.drafter)}"
-    learned, times, place, looks = None, None, None, False
-    if plan.may_learn and not first:
-        learned = past_requests.count_request(own)
-        looks = learned.looks
+    learned = past_requests.count_request(own) if plan.may_learn and not first else None
+    times, place, explores = None, None, learned is not None and learned.explores
     if learned is not None and timed is not None and rows > 1:
         width = bucket_length(int(plan.input_lengths.max())) if width is None else width
         place = own, timed, width, plan.slots
         times = past_requests.count_choice(place)
-        looks = times.looks if times.decide else looks
+        times = times._replace(expected=costs.predict(rows, learned, limit, True)[1])
+        explores = times.explores if times.decides else explores
     policy = costs.policy(rows, learned, limit, times)
-    known: dict[str, Any] = dict(learned_key=own, times_key=place, looks=looks)
+    known: dict[str, Any] = dict(learned_key=own, times_key=place, explores=explores)
     if policy is None:
         return dataclasses.replace(plan.plainly(), **known)
     return dataclasses.replace(plan, policy=policy.rows(len(plan.limits)), auto_rows=None, **known)
@@ -100,7 +99,8 @@ def find_costs(plan: Plan, key: str | None = None) -> Costs:
         timed = dataclasses.replace(plan, policy=Auto().rows(len(plan.limits)))
         numbers = np.arange(plan.auto_rows // plan.samples) % len(plan.limits)
         arguments = timed.arguments(numbers, bucket_length(int(plan.input_lengths.max())))
-        init = functools.partial(_init_drafter, *arguments)
+        network, drafter, _, slots, inputs = arguments
+        init = functools.partial(_init_drafter, network, drafter, slots, inputs)
         costs = measure(plan.network, plan.drafter, prefill(*arguments), init)
         save_costs(key, costs)
     return costs
@@ -125,19 +125,16 @@ def record(request: Request, result: GenerationResult, seconds: float | None = N
             past_requests.add_time(place, each, drafts)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "slots"))
-def _init_drafter(
-    target: Network, drafter: Drafter, config: StaticConfig, slots: int, given: PrefillInputs
-) -> Any:
+@functools.partial(jax.jit, static_argnames="slots")
+def _init_drafter(target: Network, drafter: Drafter, slots: int, inputs: PrefillInputs) -> Any:
     """Does the drafter's part of `prefill`, but for an encoder that it shares with the target."""
-    del config
-    ids, shared = given.inputs, {}
+    ids, shared = inputs.inputs, {}
     if drafter.reads_encoder:
         model = target.module.config
         # Not zeros: the compiler would simplify products with them.
         made_up = 1e-3 * ids[..., None].astype(model.dtype)
         shared = {"encoded": jnp.broadcast_to(made_up, (*ids.shape, model.encoded_dim))}
-    return drafter.init(ids, given.input_lengths, given.tokens, slots, **shared)
+    return drafter.init(ids, inputs.input_lengths, inputs.tokens, slots, **shared)
 
 
 # Measuring.
@@ -205,7 +202,7 @@ def measure(
     first = min(_time_call(prefill) for _ in range(3))
     timed = {gamma: seconds[gamma] / plain for gamma in TIMED}
     iterations = interpolate_costs(timed, in_steps=bool(state.config.widths))
-    return Costs(iterations, first / plain, plain)
+    return Costs(iterations, first / plain)
 
 
 def _make_endless_states(state: DecodeState) -> tuple[DecodeState, DecodeState]:

@@ -18,6 +18,7 @@ decide what is prefilled together.
 import collections
 import dataclasses
 import itertools
+import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -68,7 +69,7 @@ from specdec_jax.speculative.strategy import Committed
 _WINDOW = 64
 # For how many batches a choice of γ = "auto" holds if it is to find out whether drafting pays;
 # others hold for `_WINDOW`.
-_LOOKED = 4
+_EXPLORED = 4
 
 
 class Output(NamedTuple):
@@ -224,8 +225,8 @@ def decode_all(
     rows = choose_batch_size(target, batch_size, len(inputs))
     codes = _list_codes(config, len(inputs))
     if len(inputs) > _WINDOW * rows:
-        drafter = data.drafter if learner is None else learner.drafter
-        check_longest(target, inputs, config, drafter)
+        drafter = data.drafter if learner is None else getattr(learner, "drafter", None)
+        check_longest(target, inputs, config, drafter, rows)
     for start in range(0, len(inputs), _WINDOW * max(rows, 1)):
         window = inputs[start : start + _WINDOW * rows]
         stop = start + len(window)
@@ -256,13 +257,18 @@ def check_longest(
     inputs: Sequence[Sequence[int]],
     config: GenerationConfig,
     drafter: Drafter | None,
+    batch_size: int,
 ) -> None:
     """Raises the errors of `generate` for the longest input, before shorter ones are decoded."""
-    if len(inputs) > 1:
-        longest = max(range(len(inputs)), key=lambda number: len(inputs[number]))
-        codes = _choose_codes(_list_codes(config, len(inputs)), longest, longest + 1)
-        config = dataclasses.replace(config, **codes)
-        plan_decoding(target, [inputs[longest]], config=config, drafter=drafter)
+    if len(inputs) < 2:
+        return
+    longest = max(range(len(inputs)), key=lambda number: len(inputs[number]))
+    codes = _choose_codes(_list_codes(config, len(inputs)), longest, longest + 1)
+    how: dict[str, Any] = dict(config=dataclasses.replace(config, **codes), batch_size=batch_size)
+    try:
+        plan_decoding(target, [inputs[longest]], drafter=drafter, **how)
+    except ValueError as error:
+        raise type(error)(re.sub(r"^input 0\b", f"input {longest}", str(error))) from None
 
 
 def _list_codes(config: GenerationConfig, inputs: int) -> dict[str, list[str | None]]:
@@ -311,7 +317,7 @@ def _chooses_anew(plan: Plan) -> bool:
 
 def _count_batches(chosen: Plan) -> int:
     """Returns for how many batches a choice of γ = "auto" holds: few, if it is to find out."""
-    return min(_LOOKED, _WINDOW) if chosen.looks else _WINDOW
+    return min(_EXPLORED, _WINDOW) if chosen.explores else _WINDOW
 
 
 def _yield_in_order(outputs: Iterable[tuple[int, tuple[Output, ...]]]) -> Iterator[Output]:

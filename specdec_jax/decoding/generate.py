@@ -110,7 +110,7 @@ def prepare(
     """Checks the arguments of `generate` and prefills, for callers that drive `advance` themselves.
 
     With `num_samples` = N everything has N·B rows; the rows of one input lie side by side. No beam
-    search can be prepared. It is `finish` that raises at logits that are not finite numbers.
+    search can be prepared. `finish` raises `NonFiniteLogitsError`.
     `autotune.record` takes the request and its result, if later requests with γ = "auto" are to
     know how many drafted tokens were accepted.
     """
@@ -270,11 +270,11 @@ def warm_up(
 ) -> int:
     """Compiles what `generate` needs for these batch sizes and inputs up to `max_input_length`.
 
-    That is the configuration's, unless this has the default: then it is 64. Afterwards calls with
-    the same `gamma`, `max_new_tokens`, kind of sampling and number of EOS ids (up to 4) compile
-    nothing. The options are those of `generate`. Stop strings, deadlines and `stream` need other
-    programs: give a stop string or a deadline if the calls have any, and either of them for
-    `stream`.
+    `max_input_length` defaults to the configuration's, and where that is the default too, to 64.
+    Afterwards calls with the same `gamma`, `max_new_tokens`, kind of sampling and number of EOS ids
+    (up to 4) compile nothing. The options are those of `generate`. Stop strings, deadlines and
+    `stream` need other programs: give a stop string or a deadline if the calls have any, and either
+    of them for `stream`.
 
     Returns:
       The number of shapes that were compiled for.
@@ -295,9 +295,8 @@ def warm_up(
         plan = plan_decoding(target, inputs, config=config, input_lengths=whole, **options)
         plan = autotune.autotune(plan, first=True)
         _run_once(target, plan)
-        if (
-            plan.may_learn and plan.learned_key and plan.config.gamma
-        ):  # later calls may decode plainly
+        # Later calls may decode plainly.
+        if plan.may_learn and plan.learned_key and plan.config.gamma:
             _run_once(target, plan.plainly())
     return len(lengths) * len(sizes)
 

@@ -1,4 +1,4 @@
-"""Derives the random keys of rows from the keys of requests."""
+"""Derives the random keys of rows from the keys of inputs."""
 
 import functools
 from typing import Any

@@ -15,15 +15,16 @@ import numpy as np
 
 # How many tokens of earlier requests are remembered; and one in how many requests that would begin
 # without drafts looks whether drafts would pay by now.
-_REMEMBERED, LOOK = 60, 16
+_REMEMBERED, EXPLORE_EVERY = 60, 16
 # The least gain by what earlier requests have shown. What iterations cost was measured at another
 # moment, and is off by some percent on a machine that others share.
 GAIN = 0.04
-# How many batches are timed before their times count, the first left out; and how many do at most.
-_FEW, _TIMES = 2, 5
-# The share of time that looks at the slower way may take, but for one in `LOOK`; after how many
-# choices without enough times rates decide.
-_SHARE, _HOPELESS = 0.01, 12
+# Times of each kind that are needed before they decide, and the most that count. The first of a
+# kind, which has a compilation in it, never counts.
+_FEW, _TIMES, _BELIEF = 2, 5, 2
+# The slower way is tried in at most one of `EXPLORE_EVERY` choices, and costs at most this share of
+# time; after how many choices without enough times acceptance rates decide.
+_SHARE, _GIVE_UP = 0.01, 12
 
 
 class Learned(NamedTuple):
@@ -44,14 +45,14 @@ class Learned(NamedTuple):
     ended: float = 0.0
 
     @property
-    def is_due(self) -> bool:
+    def tries_drafts(self) -> bool:
         """Whether the next request drafts to find out whether drafts would pay by now."""
-        return self.requests % LOOK == 0
+        return self.requests % EXPLORE_EVERY == 0
 
     @property
-    def looks(self) -> bool:
+    def explores(self) -> bool:
         """Whether the next request is to find out whether drafts pay."""
-        return self.is_due or not self.examined and self.requests < 2
+        return self.tries_drafts or not self.examined and self.requests < 2
 
     @property
     def ending(self) -> float:
@@ -70,40 +71,46 @@ class Times(NamedTuple):
       drafting, plain: seconds with drafts, and without, over the number of iterations that plain
         decoding would take. The first of each is left out of all judgement: a program was compiled.
       choices: how often γ was chosen by them so far.
+      expected: the speed with drafts over that without by acceptance rates, which counts as much as
+        `_BELIEF` batches: those differ widely, since each ends with its slowest row. None: nothing.
     """
 
     drafting: tuple[float, ...] = ()
     plain: tuple[float, ...] = ()
     choices: int = 0
+    expected: float | None = None
 
     @property
-    def few(self) -> bool:
+    def needs_more(self) -> bool:
         """Whether more are needed of one kind."""
         return min(len(self.drafting), len(self.plain)) <= _FEW
 
     @property
-    def decide(self) -> bool:
-        """Whether a choice is made by them: not if many brought none, as of too short batches."""
-        return not self.few or self.choices < _HOPELESS
+    def decides(self) -> bool:
+        """Whether a choice is made by them: not once many choices have brought too few."""
+        return not self.needs_more or self.choices < _GIVE_UP
 
     def _compare(self) -> tuple[float, bool]:
         """Returns the speed with drafts over that without, and whether the slower way is due."""
         gain = float(np.median(self.plain[1:]) / np.median(self.drafting[1:]))
+        if self.expected is not None:
+            count = min(len(self.plain), len(self.drafting)) - 1
+            gain = (self.expected**_BELIEF * gain**count) ** (1 / (_BELIEF + count))
         lost = max(gain, 1 / gain) - 1
-        return gain, self.choices % max(LOOK, math.ceil(lost / _SHARE)) == 0
+        return gain, self.choices % max(EXPLORE_EVERY, math.ceil(lost / _SHARE)) == 0
 
     @property
     def drafts(self) -> bool:
         """Whether the next batches draft: if that was faster, or to find out."""
-        if self.few:
+        if self.needs_more:
             return len(self.drafting) <= _FEW
         gain, other = self._compare()
         return (gain > 1 + GAIN) != other
 
     @property
-    def looks(self) -> bool:
+    def explores(self) -> bool:
         """Whether the next batches are to find out."""
-        return self.few or self._compare()[1]
+        return self.needs_more or self._compare()[1]
 
     def add(self, seconds: float, drafts: bool) -> "Times":
         """Returns the times with those of another batch."""
@@ -112,8 +119,8 @@ class Times(NamedTuple):
         return self._replace(drafting=latest) if drafts else self._replace(plain=latest)
 
 
-# What was learned, by `Plan.learned_key`, and times, by `Plan.times_key`; numbers of what has
-# certain arrays, by their `id`s, and by its own.
+# What was learned, by `Plan.learned_key`, and times, by `Plan.times_key`; the number of each set of
+# arrays, by the arrays' `id`s, and by that of the network or drafter.
 _learned: dict[str, Learned] = {}
 _times: dict[tuple, Times] = {}
 _numbered: dict[tuple[int, ...], tuple[list[weakref.ref], int]] = {}

@@ -1,6 +1,6 @@
 """Turns the arguments of `generate` into the decode loop's first state.
 
-`plan` checks them and does nothing else; `Plan.start` prefills.
+`plan` checks them and pairs the drafter with the target; `Plan.start` prefills.
 """
 
 import dataclasses
@@ -100,7 +100,7 @@ class Request:
       inputs: `[B]`, the number of each row's input; −1 for a row that only fills up the batch.
       config: static settings of the loop.
       learned_key: key under which `autotune.record` keeps the number of accepted tokens; None:
-        it keeps nothing, since outputs would depend on it.
+        where γ was given, or outputs would depend on it.
       times_key: key of how long batches took, or None.
     """
 
@@ -143,7 +143,7 @@ class Plan:
       key: one key, N keys, or None for the default.
       rows, settings, policy: settings of sampling, verifier and γ per input.
       times_key: key of the times of batches; None: nothing times them.
-      looks: whether `autotune` chose γ to find out whether drafting pays.
+      explores: whether `autotune` chose γ to find out whether drafting pays.
       draft_rows: settings of the drafter's sampling per input; None: the target's.
       bias: `[V]`, what is added to the logits of all rows, or None.
       auto_rows: number of rows decoded together, for which `autotune` has yet to choose γ; None if
@@ -175,7 +175,7 @@ class Plan:
     auto_rows: int | None = None
     learned_key: str | None = None
     times_key: tuple | None = None
-    looks: bool = False
+    explores: bool = False
     draft_rows: SamplingRows | None = None
 
     @property

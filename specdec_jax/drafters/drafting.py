@@ -81,7 +81,7 @@ class Recorded(NamedTuple):
 def fold_part_keys(state: DecodeState) -> jax.Array:
     """Returns keys `[B]` for a part of the draft that begins past the committed tokens.
 
-    Uniforms are keyed by the length at which a draft begins. With the request's own keys, a part
+    Uniforms are keyed by the length at which a draft begins. With the row's own keys, a part
     that begins later would use the draws of a later iteration. Gumbel coupling keys by absolute
     position on purpose, so there the keys stay.
     """

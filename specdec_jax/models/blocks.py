@@ -292,10 +292,8 @@ class DecoderLayer(nn.Module):
         """Runs what follows self-attention."""
         dropout = functools.partial(self.dropout, deterministic=deterministic)
         if cross is not None:
-            (before, after), attention = (
-                self._norms("cross_attention"),
-                self.encoder_decoder_attention,
-            )
+            before, after = self._norms("cross_attention")
+            attention = self.encoder_decoder_attention
             x = attention.attend_to_encoded(x, before, cross, cross_mask, valid, dropout, backend)
             x = after(x, valid)
         before, after = self._norms("mlp")
@@ -445,8 +443,7 @@ class Decoder(nn.Module):
         x = self.dropout(x, deterministic)
         for layer, bias in zip(self.layers, self._spread_biases(biases)):
             call = calls[layer.kind]
-            given = call.mask, bias, encoded, encoder_mask, deterministic, call.rotation
-            x = layer(x, *given)
+            x = layer(x, call.mask, bias, encoded, encoder_mask, deterministic, call.rotation)
         x = self._normalize(x)
         return self.dropout(x, deterministic) if options.inner_dropout else x
 

@@ -94,13 +94,13 @@ class Network:
 
         So it is on an accelerator, which reads the same weights for both.
         """
-        return self.backend.pairs_are_free(cache) or self._runs_whole_step(2, cache)
+        return self.backend.pairs_are_free(cache) or self._runs_fused_step(2, cache)
 
-    def _runs_whole_step(self, queries: int, cache: Any, layers: Layers = None) -> bool:
+    def _runs_fused_step(self, queries: int, cache: Any, layers: Layers = None) -> bool:
         """Returns whether a call over so many positions is one kernel of the backend."""
         if isinstance(layers, tuple):
             return False
-        if not self.backend.runs_whole_step(self, queries, cache, layers):
+        if not self.backend.supports_fused_step(self, queries, cache, layers):
             return False
         from specdec_jax.models import fused_step_selftest  # imports the accelerators' kernels
 
@@ -195,9 +195,9 @@ class Network:
         Returns:
           States after these layers and the final norm; the new cache.
         """
-        whole = self._runs_whole_step(tokens.shape[1], cache, layers)
+        fused = self._runs_fused_step(tokens.shape[1], cache, layers)
         count, least = tokens.shape[1], self.backend.min_query_len
-        if len(tokens) == 1 and count < least and not whole:
+        if len(tokens) == 1 and count < least and not fused:
 
             def widen(x: jax.Array) -> jax.Array:
                 more = (0, 0), (0, least - count), *[(0, 0)] * (x.ndim - 2)
@@ -208,17 +208,16 @@ class Network:
             return states[:, :count], cache
         call = self._by_rows(tokens), self._by_rows(positions), cache
 
-        def run_layers(*call: Any) -> tuple[States, Any]:
-            tokens, positions, cache = call
+        def run_layers(tokens: Tokens, positions: PerRow, cache: Any) -> tuple[States, Any]:
             return self._run_layers(tokens, positions, cache, layers, valid, None, added)
 
         def run_kernel(tokens: Tokens, positions: PerRow, cache: Any) -> tuple[States, Any]:
             assert not isinstance(layers, tuple)
             x = self._apply("embed", tokens)
             x = x if added is None else x + added
-            return self.backend.decode_states(self, x, positions, cache, layers)
+            return self.backend.run_fused_step(self, x, positions, cache, layers)
 
-        if whole:
+        if fused:
             kernel = {self.backend.platform: run_kernel}
             states, cache = jax.lax.platform_dependent(*call, **kernel, default=run_layers)
         else:

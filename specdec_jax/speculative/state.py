@@ -139,7 +139,7 @@ class DecodeState:
         (temperature 1, no processor or filter), float32, each in its token's slot.
       adjusted_log_probs: the same under the distribution after processors, temperature and filters;
         None where every token is the argmax, whose log-probability is 0 under that distribution.
-      keys: one per request.
+      keys: one per row.
       sampling: traced parameters of sampling.
       draft_sampling: those whose temperature and filters drafts are drawn with; None: `sampling`.
       settings: parameters of the verifier; None if it has none.

@@ -69,7 +69,7 @@ class BaseVerifier:
       has_rate: whether accepted over examined tokens is an acceptance rate; False where a draft is
         verified as a whole.
       softens: whether tokens may be accepted at temperature 0 that are not the most probable. Where
-        all rows have that temperature, adjusted log-probabilities are taken to be 0 without it.
+        all rows have that temperature, adjusted log-probabilities are 0 if it is False.
       sampled_only: whether the rule is meaningless at temperature 0.
       parameters: names and defaults of its parameters; one whose default is None must be given.
         `generate` has the arguments `lenience`, `typical_epsilon`, `typical_delta` and

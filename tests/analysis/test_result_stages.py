@@ -26,6 +26,7 @@ from tools.results import (
     limits,
     loading,
     rounding_stages,
+    rules,
     shapes,
     starting,
     templates,
@@ -289,3 +290,33 @@ def test_the_report_of_an_accelerator_becomes_rows(load_script, monkeypatch):
     for measure in (elsewhere.measure_accelerator, elsewhere.measure_accelerator_peers):
         with pytest.raises(Skipped, match="no accelerator"):
             measure(Settings(None, True))
+
+
+def test_predictions_beside_a_measurement_have_a_cell():
+    row = dict(improvement=GAIN, alpha=0.8, cost_ratio=0.05, verify_cost=1.1, theorem=2.7)
+    row |= dict(with_v=2.5, with_lengths=2.4, oracle=4.0, operations=1.6)
+    assert rules.format_expected(row) == (
+        "2.50 (2.00 to 3.00); 2.70 by theorem 3.8 (α 0.80, c 0.05), 2.50 with v 1.10, "
+        "2.40 with encoders and lengths; oracle 4.00; operations 1.60"
+    )
+    assert rules.format_expected({"hits": [0.5, 0.75]}) == "0.500, 0.750"
+
+
+@pytest.mark.slow
+def test_rules_and_predictions_are_measured_on_the_bundled_pair(monkeypatch):
+    text = ["We asked for help.", "She was at home."]
+    monkeypatch.setattr(rules, "read_sentences", lambda *_, **__: {"ende": text})
+    monkeypatch.setattr(rules, "read_references", lambda *_: [[5, 9, 7, 1], [5, 9, 1]] * 4)
+    monkeypatch.setattr(rules, "GAMMAS", (1, 2))
+    found = rules.measure_verifiers(Settings(None, False))
+    assert [name.split()[1] for name in found] == ["verifiers", "trees", "shortlists"]
+    assert set(rules.VERIFIERS) < set(found["ende verifiers"])
+    assert all(row["tokens_per_call"] >= 1 for table in found.values() for row in table.values())
+    assert found["ende shortlists"]["all ids, γ = 4"]["differing"] == 0
+    predicted = rules.measure_expected(Settings(None, False))
+    for temperature in (0, 1):
+        rows = predicted[f"ende T={temperature}"]
+        assert list(rows) == ["γ = 1", "γ = 2"] and rows["γ = 2"]["theorem"] > 0.5
+        hits = predicted[f"ende T={temperature} hits"]
+        assert ("k − 1 of them and a drawn one" in hits) == (temperature == 1)
+        assert np.all(np.diff(hits["the k most probable ids"]["hits"]) >= 0)

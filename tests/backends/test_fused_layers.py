@@ -172,7 +172,7 @@ def test_calls_that_run_as_the_kernels(rows, length, shape):
     def ask(inputs, lengths):
         network = t5(**(shape or {}), decoder_layers=1).network  # shapes only
         cache = network.prefill(inputs, lengths, SLOTS)
-        found = network.backend.runs_whole_step(network, length, cache, None)
+        found = network.backend.supports_fused_step(network, length, cache, None)
         assert found == expected, (rows, length, shape)
 
     jax.eval_shape(ask, jnp.ones((rows, 5), jnp.int32), jnp.full(rows, 5))
@@ -182,12 +182,12 @@ def test_meshes_and_the_setting_leave_the_layers_to_xla(monkeypatch):
     def ask(inputs, lengths):
         network = t5(decoder_layers=1).network
         call = network, 2, network.prefill(inputs, lengths, SLOTS), None
-        assert network.backend.runs_whole_step(*call)
+        assert network.backend.supports_fused_step(*call)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fused_layers, "triton", None)
-            assert not network.backend.runs_whole_step(*call)
+            assert not network.backend.supports_fused_step(*call)
         monkeypatch.setenv(native.SETTING, "off")
-        assert not network.backend.runs_whole_step(*call)
+        assert not network.backend.supports_fused_step(*call)
 
     jax.eval_shape(ask, INPUTS, LENGTHS)
 

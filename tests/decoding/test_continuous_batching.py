@@ -344,3 +344,18 @@ def test_what_is_wrong_with_a_late_input_is_told_before_the_first_output():
     with pytest.raises(sd.UnsupportedCombination, match="min_new_tokens: got 4, expected at most"):
         next(decode_all(target, inputs, config=config, batch_size=1, seed=0))
     assert next(decode_all(target, inputs[:-1], config=config, batch_size=1, seed=0)).tokens
+
+
+def test_seed_zero_is_a_seed_like_others():
+    """And not taken for none."""
+
+    def draw(seed):
+        outputs = decode_all(
+            TARGET, INPUTS[1:5], sampling=WARM, max_new_tokens=8, batch_size=2, seed=seed
+        )
+        return [output.tokens for output in outputs]
+
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), np.arange(4))
+    result = sd.generate(TARGET, INPUTS[1:5], sampling=WARM, max_new_tokens=8, key=keys)
+    rows = [row[:length].tolist() for row, length in zip(result.tokens, result.lengths)]
+    assert draw(0) == rows != draw(1)

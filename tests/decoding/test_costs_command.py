@@ -9,7 +9,7 @@ import pytest
 from cost_folders import CHEAP, DEAR
 
 from specdec_jax.commands import generate
-from specdec_jax.decoding import continuous_batching, costs, past_requests
+from specdec_jax.decoding import continuous_batching, iteration_costs, past_requests
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -128,7 +128,7 @@ def test_a_job_resumes_with_the_costs_that_it_started_with(
     measured.gives = first
     code, begun = file_job(specdec, tmp_path, monkeypatch, after=2)
     assert code is None and (tmp_path / "out.partial").exists()
-    costs._known.clear()
+    iteration_costs._known.clear()
     for file in (tmp_path / "cache/specdec_jax/costs").glob("*"):
         file.unlink()
     measured.gives = then
@@ -136,7 +136,7 @@ def test_a_job_resumes_with_the_costs_that_it_started_with(
     assert code == 0 and measured.calls == 2 and (begun == 0) == (first is DEAR)
     assert numbers_of(gone_on) == numbers_of(begun) and type(gone_on) is type(begun)
     resumed = (tmp_path / "out").read_text()
-    costs._known.clear()
+    iteration_costs._known.clear()
     for file in (tmp_path / "cache/specdec_jax/costs").glob("*"):
         file.unlink()
     measured.gives = first
@@ -208,7 +208,7 @@ def test_a_first_line_that_was_cut_short_is_written_anew(
     partial = tmp_path / "out.partial"
     partial.write_bytes(partial.read_bytes().split(b"\n")[0][:-20])
     measured.gives = CHEAP._replace(iterations=tuple(1.01 * time for time in CHEAP.iterations))
-    costs._known.clear()
+    iteration_costs._known.clear()
     for file in (tmp_path / "cache/specdec_jax/costs").glob("*"):
         file.unlink()
     assert (

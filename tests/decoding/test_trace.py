@@ -46,7 +46,6 @@ def dist(model: str, tokens: tuple[int, ...], sampling: str):
     return np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [

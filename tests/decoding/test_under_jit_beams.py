@@ -80,7 +80,6 @@ def test_zeros_before_and_inside_an_input(pair):
         assert np.isnan(found.scores[2]).all() == inside
 
 
-@pytest.mark.slow
 @tiers.parametrize("drafts", [False, True], ids=["plain", "speculative"], first=1)
 def test_tokens_scores_and_counts_are_those_of_generate(drafts, pair):
     target, drafter = pair[0], pair[1] if drafts else None

@@ -158,9 +158,8 @@ def test_later_parts_draw_with_keys_of_their_own():
     ]
     for i, ours in enumerate(drawn):
         for theirs in drawn[:i]:
-            assert scipy.stats.pearsonr(ours, theirs).pvalue > 1e-6 and not np.any(
-                np.all(ours == theirs)
-            )
+            assert scipy.stats.pearsonr(ours, theirs).pvalue > 1e-6
+            assert np.mean(ours == theirs) < 0.01
 
 
 def test_a_later_part_is_not_what_an_iteration_that_begins_there_draws():

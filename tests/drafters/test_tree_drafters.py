@@ -93,7 +93,6 @@ def assert_same(found, expected, rows=slice(None)):
     np.testing.assert_allclose(found.log_probs[rows], expected.log_probs[rows], atol=1e-4)
 
 
-@pytest.mark.slow
 def test_the_table_has_every_drafter_of_trees():
     ends = "Drafter", "Cascade", "Recycling"  # look-ahead decoding has a tree of its own
     exported = {name for name in sd.__all__ if name.endswith(ends)}
@@ -108,7 +107,6 @@ def test_the_table_has_every_drafter_of_trees():
 QUICK = ("lookup",)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS],

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from distribution_samples import (
     DRAWS,
     FALSE_ALARM,
@@ -48,10 +49,8 @@ def sampled(tree, draws, **options):
     return g_test(counts, joint_distribution(target, SPREAD))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, draws",
-    [("drawn, recursive", ROWS), ("mixed, mixed", ROWS), *((name, DRAWS) for name in TREES)],
+@tiers.parametrize(
+    "name, draws", [("drawn, recursive", ROWS), *((name, DRAWS) for name in TREES)], first=1
 )
 def test_distribution_of_every_verifier(name, draws):
     assert sampled(TREES[name], draws) > FALSE_ALARM

@@ -3,12 +3,12 @@
 import jax
 import pytest
 
-from specdec_jax.decoding import autotune, costs, past_requests, request
-from specdec_jax.decoding.costs import Costs
+from specdec_jax.decoding import autotune, iteration_costs, past_requests, request
+from specdec_jax.decoding.iteration_costs import Costs
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM
 
-CHEAP = Costs(tuple(1 + 0.05 * gamma for gamma in range(MAXIMUM + 1)), 0.1, 1e-3)
-DEAR = Costs(tuple(1 + 0.95 * gamma for gamma in range(MAXIMUM + 1)), 0.1, 1e-3)
+CHEAP = Costs(tuple(1 + 0.05 * gamma for gamma in range(MAXIMUM + 1)), 0.1)
+DEAR = Costs(tuple(1 + 0.95 * gamma for gamma in range(MAXIMUM + 1)), 0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def home(tmp_path, monkeypatch):
     XLA's programs go elsewhere.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(costs, "_known", {})
+    monkeypatch.setattr(iteration_costs, "_known", {})
     monkeypatch.setattr(past_requests, "_learned", {})
     monkeypatch.setattr(past_requests, "_times", {})
     monkeypatch.setattr(request, "is_measurable", lambda network: True)

@@ -24,6 +24,7 @@ from specdec_jax.speculative.policies import (
     Calibrated,
     Confidence,
     CostAware,
+    Entropy,
     EntropyBound,
     Heuristic,
 )
@@ -120,6 +121,7 @@ def read_references(settings: Settings, count: int) -> list[list[int]]:
 POLICIES: dict[str, Callable[[], Any]] = {
     "`Heuristic`": lambda: Heuristic(8),
     "`Confidence`": lambda: Confidence(8),
+    "`Entropy`": lambda: Entropy(8),
     "`EntropyBound`": lambda: EntropyBound(8),
     "`CostAware`": lambda: CostAware(8),
     "`Calibrated`": lambda: Calibrated(8),

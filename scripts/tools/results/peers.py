@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.checkpoints import converter
-from specdec_jax.decoding.costs import count_cores
+from specdec_jax.decoding.iteration_costs import count_cores
 from tools.results.cases import NEW_TOKENS, load_target
 
 

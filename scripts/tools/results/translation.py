@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from specdec_jax.checkpoints.loader import BUNDLED
-from specdec_jax.decoding.costs import count_cores
+from specdec_jax.decoding.iteration_costs import count_cores
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.bart import BART_PRESETS, BartConfig
 from specdec_jax.models.language_model import LanguageModel

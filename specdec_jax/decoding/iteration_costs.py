@@ -50,25 +50,24 @@ class Costs(NamedTuple):
     Attributes:
       iterations: cost of an iteration that drafts 0, 1, … `MAXIMUM` tokens.
       prefill: cost of what the drafter does once for a request, above all its encoder.
-      seconds: seconds that an iteration of plain decoding takes.
       acceptance: acceptance rate that a row begins with: the default of `Auto`, unless `specdec
         tune` has measured it.
     """
 
     iterations: tuple[float, ...]
     prefill: float
-    seconds: float
     acceptance: float = Auto.acceptance
 
-    def _expected(self, rows: int, acceptance: float) -> np.ndarray:
+    def _expected(self, rows: int, acceptance: float, waits: bool = False) -> np.ndarray:
         """Returns the expected cost of a token with drafts of 0, 1, … tokens, as for `iterations`.
 
         A single row chooses its own γ. Several rows share the target's call, which the longest
-        draft widens for all of them; there the rate is averaged over rows that differ.
+        draft widens for all of them; there the rate is averaged over rows that differ, or if each
+        `waits` for the last of its batch, it is that of the row that is accepted the least often.
         """
         rates = [acceptance]
         if rows > 1:
-            rates = [min(max(acceptance + more, 0), 0.97) for more in _SPREAD]
+            rates = [min(max(acceptance + more, 0), 0.97) for more in _SPREAD[: 1 if waits else 3]]
         tokens = np.mean([np.cumsum(rate ** np.arange(MAXIMUM + 1)) for rate in rates], axis=0)
         return np.array(self.iterations) / tokens
 
@@ -90,6 +89,17 @@ class Costs(NamedTuple):
         gain, loss = 1 / (least + self.prefill / length) - 1, self.iterations[0] - 1
         return bool(gain > _GAIN and loss < (_LOSS_KNOWN if learns else _LOSS) * gain)
 
+    def predict(self, rows: int, learned: Learned, limit: int, waits: bool) -> tuple[float, float]:
+        """Returns the acceptance rate, and the speed of drafting over plain decoding by it.
+
+        An iteration without a draft costs a little more in a program that may draft than in one
+        that never does.
+        """
+        weight = Auto.weight + learned.examined
+        acceptance = (Auto.weight * self.acceptance + learned.accepted) / weight
+        best = self._expected(rows, acceptance * (1 - learned.ending), waits).min()
+        return acceptance, float(1 / (best + self.prefill / learned.expected_length(limit)))
+
     def policy(
         self,
         rows: int,
@@ -103,27 +113,29 @@ class Costs(NamedTuple):
         or by the `times` of batches; now and then the other way is looked at all the same.
         """
         costs, rate = np.array(self.iterations), self.acceptance
+        waits = times is not None and times.decides
         begin = {"acceptance": rate}
         if learned is not None:
-            weight, look = Auto.weight + learned.examined, learned.is_due
-            acceptance = (Auto.weight * self.acceptance + learned.accepted) / weight
-            begin = dict(acceptance=acceptance, weight=min(weight, _WEIGHT))
+            acceptance, gain = self.predict(rows, learned, limit, waits)
+            look = learned.tries_drafts
+            weight = min(Auto.weight + learned.examined, _WEIGHT)
+            begin = dict(acceptance=acceptance, weight=weight)
             begin |= dict(ending=learned.ending, look=float(look))
             rate = acceptance * (1 - learned.ending)
-            # An iteration without a draft costs a little more in a program that may draft than in
-            # one that never does.
-            best = self._expected(rows, rate).min() + self.prefill / learned.expected_length(limit)
-            faster = best < 1 / (1 + GAIN)
-            if times is not None and times.decide:
+            if waits:
                 # Rows wait for the slowest, and rows that are done cost little: no rate tells.
-                if not times.drafts:
+                if times is not None and not times.drafts:
                     return None
-            elif learned.examined and not look and not faster:
+            elif learned.examined and not look and gain <= 1 + GAIN:
                 return None
             rate = max(rate, self.acceptance) if look else rate
         if rows > 1:
-            most = max(PROBE, int(np.argmin(self._expected(rows, rate))))
+            most = max(PROBE, int(np.argmin(self._expected(rows, rate, waits))))
             costs[1 + most :] = _NEVER
+            if waits:
+                # A batch ends with the row whose drafts are accepted the least often. Others make
+                # the target's call wide anyway, so such a row drafts as much as they do.
+                costs[:most] = _NEVER
         return _make_policy(tuple(costs.tolist())).with_numbers(**begin)
 
 
@@ -164,11 +176,10 @@ def load_costs(key: str) -> Costs | None:
 def read_costs(values: dict[str, Any]) -> Costs:
     """Returns the costs in JSON values; raises an error for anything but what `_asdict` gives."""
     costs = Costs(**{**values, "iterations": tuple(values["iterations"])})
-    positive, others = (*costs.iterations, costs.seconds), (costs.prefill, costs.acceptance)
     sound = (
         len(costs.iterations) == MAXIMUM + 1
-        and all(type(number) in (int, float) for number in (*positive, *others))
-        and all(0 < number < 1e6 for number in positive)
+        and all(type(one) in (int, float) for one in (*costs.iterations, *costs[1:]))
+        and all(0 < number < 1e6 for number in costs.iterations)
         and 0 <= costs.prefill < 1e6
         and 0 <= costs.acceptance <= 1
     )
@@ -208,28 +219,23 @@ def costs_key(plan: Plan) -> str:
     assert plan.drafter is not None and plan.auto_rows is not None, "without a drafter γ is 0"
     assert isinstance(config, StaticConfig), "a beam search has no automatic γ"
     length, slots = (max(64, 2 ** (int(size) - 1).bit_length()) for size in sizes)
-    described, processor = (_describe(plan.network), _describe(plan.drafter)), config.mode.processor
-    mode = config.mode._replace(processor=None)
-    of_request = plan.auto_rows, length, slots, processor is not None
-    return _write_key(*described, config.verifier.name, mode, *of_request)
+    return _write_key(
+        config.mode._replace(processor=None),
+        own_processor=config.mode.processor is not None,
+        target=_describe(plan.network),
+        drafter=_describe(plan.drafter),
+        verifier=config.verifier.name,
+        rows=plan.auto_rows,
+        length=length,
+        slots=slots,
+    )
 
 
 @functools.lru_cache
-def _write_key(
-    target: str,
-    drafter: str,
-    verifier: str,
-    sampling: SamplingMode,
-    rows: int,
-    length: int,
-    slots: int,
-    own_processor: bool,
-) -> str:
-    mode = sampling._asdict()
-    del mode["processor"]
-    of_request = dict(rows=rows, length=length, slots=slots, own_processor=own_processor)
-    key = dict(verifier=verifier, sampling=mode, target=target, drafter=drafter, **of_request)
-    return json.dumps(machine_key() | key, sort_keys=True)
+def _write_key(mode: SamplingMode, **others: Any) -> str:
+    sampling = mode._asdict()
+    del sampling["processor"]
+    return json.dumps(machine_key() | others | {"sampling": sampling}, sort_keys=True)
 
 
 @functools.cache
