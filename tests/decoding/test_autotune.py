@@ -623,3 +623,34 @@ def test_only_autotune_measures_and_only_record_remembers(models, home, measured
     assert past_requests._learned[batch.learned_key].examined > 0
     given = plan(target, INPUTS, gamma=3, **options)
     assert given.auto_rows is None and autotune.autotune(given) is given
+
+
+def test_the_rows_of_a_timed_batch_draft_alike():
+    """As many tokens as suit the slowest; rows that are refilled choose by themselves."""
+    learned, cost = Learned(60, 50, 1), 0.3
+    costs = Costs(tuple(1 + cost * gamma for gamma in range(MAXIMUM + 1)), 0.0)
+
+    def wanted(policy) -> list[int]:
+        return [gamma for gamma, one in enumerate(policy.costs) if one < 1e6]
+
+    def best(rate) -> int:
+        tokens = np.cumsum(rate ** np.arange(MAXIMUM + 1))
+        return int(np.argmax(tokens / np.array(costs.iterations)))
+
+    acceptance, _ = costs.predict(8, learned, 64, True)
+    alike = wanted(costs.policy(8, learned, 64, Times()))
+    assert alike == [best(acceptance - 0.2)] and alike[0] < best(acceptance)
+    chosen = wanted(costs.policy(8, learned, 64))
+    assert chosen == list(range(len(chosen))) and len(chosen) > alike[0] + 1
+    hopeless = Times(choices=12)  # nothing was timed, so rates decide
+    assert len(wanted(costs.policy(8, learned, 64, hopeless))) > 1
+
+
+def test_what_rates_predict_counts_as_two_batches():
+    """Batches differ, and a job has few: two that were slower do not outweigh a sure gain."""
+    slower = (9.0, 1.1, 1.1), (9.0, 1.0, 1.0)
+    for batches, expected, drafts in ((2, 1.5, True), (2, 1.1, False), (5, 1.2, False)):
+        drafting, plain = ((times[0], *times[1:2] * batches) for times in slower)
+        times = Times(drafting, plain, 7, expected)
+        assert times.drafts is drafts, (batches, expected)
+        assert not times._replace(expected=None).drafts

@@ -359,3 +359,10 @@ def test_seed_zero_is_a_seed_like_others():
     result = sd.generate(TARGET, INPUTS[1:5], sampling=WARM, max_new_tokens=8, key=keys)
     rows = [row[:length].tolist() for row, length in zip(result.tokens, result.lengths)]
     assert draw(0) == rows != draw(1)
+
+
+def test_the_number_of_a_late_input_is_that_of_the_job():
+    target = tiny_t5(0)
+    inputs = [[2, 3]] * 70 + [[2] * 9]
+    with pytest.raises(ValueError, match="input 70: got 9 tokens"):
+        next(decode_all(target, inputs, max_input_length=8, batch_size=1, seed=0))

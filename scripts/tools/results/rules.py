@@ -42,7 +42,7 @@ VERIFIERS: dict[str, dict[str, Any]] = {
     "`block`, both with `top_k=40`": {"sampling": SamplingConfig(temperature=1.0, top_k=40)},
     "`block`, both with `top_p=0.9`": {"sampling": SamplingConfig(temperature=1.0, top_p=0.9)},
 }
-# Trees of ten drafted tokens by the rules for choosing children and verifying them.
+# Trees of ten drafted tokens (chains: nine) by the rules for choosing children and verifying them.
 _WIDTHS = (2, 2, 1)
 TREES: dict[str, Tree] = {
     **{
@@ -155,7 +155,7 @@ def format_expected(row: Row) -> str:
 
 
 def _measure_hits(workload: Workload) -> dict[str, Row]:
-    """Returns the top-k hit rates along plain outputs, for k = 1 to 5, and the fastest tree."""
+    """Returns the top-k hit rates along plain outputs, for k = 1 to 5, and what each k adds."""
     decode = make_decoder(workload.target, workload.options.decoding(plain=True) | {"gamma": 0})
     results = [batch.decode_with(decode) for batch in workload.batches]
     rates = acceptance.measure_hit_rate(workload, results)
@@ -164,5 +164,5 @@ def _measure_hits(workload: Workload) -> dict[str, Row]:
         names[kind]: {"hits": [mean for mean, _ in found[:5]]} for kind, found in rates.items()
     }
     by_rank = acceptance_by_rank(rates["top"])
-    rows["acceptance by rank of the former"] = {"hits": by_rank[:5]}
+    rows["what each of the most probable ids adds"] = {"hits": by_rank[:5]}
     return rows
